@@ -1,0 +1,1 @@
+"""Attention for other libraries: PyTorch's own scaled_dot_product_attention."""

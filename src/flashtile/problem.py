@@ -1,0 +1,60 @@
+"""One attention call, described once: what the front door validated and what every backend computes.
+
+A backend trusts the problem: shapes agree, dtypes are supported, every tensor is on the query's device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+SUPPORTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of the LSE, of the sums and of the small float arguments: float64 for float64, else float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionProblem:
+    """A validated attention call; sizes are batch B, heads Hq and Hkv, lengths Sq and Sk, head dims D and Dv.
+
+    Key j is visible to query i when ``i + lower <= j <= i + upper`` (None: unbounded), ``first <= j < last``
+    and ``mask`` is True there; a row without visible keys gives output 0 and LSE -inf.
+    The scores are ``softcap(scale * query @ key^T) + bias - alibi_slope * |i + Sk - Sq - j|``.
+    """
+
+    query: Tensor  # (B, Hq, Sq, D) float64, float32, bfloat16 or float16, any strides
+    key: Tensor  # (B, Hkv, Sk, D)
+    value: Tensor  # (B, Hkv, Sk, Dv)
+    scale: float
+    softcap: float | None = None
+    lower: int | None = None
+    upper: int | None = None
+    first: Tensor | None = None  # int32 (B or 1, Sq or 1)
+    last: Tensor | None = None  # int32 (B or 1, Sq or 1)
+    mask: Tensor | None = None  # bool, 4-D, every dim full size or 1; True = attend
+    bias: Tensor | None = None  # query's dtype, 4-D, every dim full size or 1
+    alibi_slopes: Tensor | None = None  # compute dtype, (B or 1, Hq)
+    sinks: Tensor | None = None  # compute dtype, (Hq,)
+    dropout_p: float = 0.0
+    seed: int = 0  # 64-bit key of the Philox dropout mask
+
+
+@dataclass
+class Gradients:
+    """Preallocated gradients; a backend writes every element of those that are not None.
+
+    ``query``, ``key`` and ``value`` have the dtype of the inputs, the rest the compute dtype and the shape
+    of the problem's tensor. None means that nobody asked for it.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    bias: Tensor | None
+    alibi_slopes: Tensor | None
+    sinks: Tensor | None
