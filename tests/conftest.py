@@ -1,0 +1,73 @@
+"""What all tests share: poisoned memory, the dtypes, and thread counts that do not leak from test to test."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """A test that takes `dtype` runs once for each supported dtype unless it says which it wants."""
+    chosen = any(
+        "dtype" in str(mark.args[0]).split(",") for mark in metafunc.definition.iter_markers("parametrize")
+    )
+    if "dtype" in metafunc.fixturenames and not chosen:
+        metafunc.parametrize("dtype", DTYPES, ids=dtype_name)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        no_gpu = pytest.mark.skip(reason="torch sees no GPU here")
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(no_gpu)
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fresh tensors hold NaN (integers: their lowest value), so that an element nobody wrote shows."""
+
+    def poisoning(create: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def create_poisoned(*args: Any, **kwargs: Any) -> Tensor:
+            return poison(create(*args, **kwargs))
+
+        return create_poisoned
+
+    for name in ("empty", "empty_like", "empty_strided"):
+        monkeypatch.setattr(torch, name, poisoning(getattr(torch, name)))
+    for name in ("new_empty", "new_empty_strided"):
+        monkeypatch.setattr(Tensor, name, poisoning(getattr(Tensor, name)))
+
+
+def poison(tensor: Tensor) -> Tensor:
+    """`tensor`, filled in place; fake and meta tensors and exotic dtypes are left alone."""
+    if type(tensor) is not Tensor or tensor.device.type != "cpu" or torch.compiler.is_compiling():
+        return tensor
+    with torch.no_grad():
+        if tensor.is_floating_point():
+            tensor.fill_(float("nan"))
+        elif tensor.dtype in (torch.int32, torch.int64):
+            tensor.fill_(torch.iinfo(tensor.dtype).min)
+    return tensor
+
+
+@pytest.fixture(autouse=True)
+def same_threads_after() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
