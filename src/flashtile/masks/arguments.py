@@ -1,0 +1,101 @@
+"""What the masks share: checking arguments, the position of a query among the keys, and how values print."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Alignment = Literal["top-left", "bottom-right"]
+Integers = int | Sequence[int] | Tensor
+IntegerRows = Sequence[int] | Sequence[Sequence[int]] | Tensor
+
+
+def checked_alignment(alignment: Alignment | None) -> Alignment | None:
+    if alignment not in (None, "top-left", "bottom-right"):
+        raise ValueError(f'alignment must be "top-left" or "bottom-right", got {alignment!r}')
+    return alignment
+
+
+def diagonal_of(alignment: Alignment | None, query_length: int, key_length: int, name: str) -> int:
+    """Query i stands at key position i + diagonal."""
+    if alignment == "top-left":
+        return 0
+    if alignment == "bottom-right":
+        return key_length - query_length
+    if query_length != key_length:
+        raise ValueError(
+            f"{name} needs an alignment where lengths differ ({query_length} queries, {key_length} keys): "
+            'alignment="top-left" puts the first query at the first key, '
+            '"bottom-right" the last query at the last key'
+        )
+    return 0
+
+
+def positions_of(query_length: int, diagonal: int, device: torch.device) -> Tensor:
+    return (torch.arange(query_length, dtype=torch.int32, device=device) + diagonal)[None]
+
+
+def key_positions(values: Tensor, key_length: int, device: torch.device, name: str) -> Tensor:
+    """``values`` as int32 on ``device``, within 0..key_length."""
+    if values_known(values) and bool(((values < 0) | (values > key_length)).any()):
+        raise ValueError(
+            f"{name}: values must be in 0..{key_length}, the number of keys, got {shown_value(values)}"
+        )
+    return values.to(device).clamp(0, key_length).to(torch.int32)
+
+
+def values_known(values: Tensor) -> bool:
+    """Whether looking at the values costs neither a graph break nor a device synchronisation."""
+    return values.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
+def check_size(name: str, dimension: str, size: int, expected: int) -> None:
+    if size not in (1, expected):
+        raise ValueError(f"{name}: the {dimension} dimension must be {expected} or 1, got {size}")
+
+
+def integers(values: object, name: str, *, min_dims: int = 0, max_dims: int) -> Tensor:
+    if not isinstance(values, Tensor):
+        try:
+            values = torch.tensor(values, dtype=torch.int64 if values == [] else None)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise TypeError(f"{name} must be an int, a list of ints or a tensor, got {values!r}") from error
+    if values.dtype not in (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64):
+        raise TypeError(f"{name} must hold integers, got {values.dtype}")
+    # Narrower types could not be compared with a length.
+    tensor = values if values.dtype in (torch.int32, torch.int64) else values.to(torch.int64)
+    if not min_dims <= tensor.ndim <= max_dims:
+        raise ValueError(
+            f"{name} must have {min_dims} to {max_dims} dimensions, got shape {tuple(tensor.shape)}"
+        )
+    return tensor
+
+
+def per_batch(values: Integers, name: str) -> Tensor:
+    return integers(values, name, max_dims=1).reshape(-1, 1)
+
+
+def per_position(values: object, name: str) -> Tensor:
+    tensor = integers(values, name, min_dims=1, max_dims=2)
+    return tensor if tensor.ndim == 2 else tensor[None]
+
+
+def is_int(value: object) -> bool:
+    return isinstance(value, int | torch.SymInt) and not isinstance(value, bool)
+
+
+def call(name: str, *arguments: object, **options: object) -> str:
+    shown = [shown_value(argument) for argument in arguments]
+    shown += [f"{key}={shown_value(value)}" for key, value in options.items() if value is not None]
+    return f"{name}({', '.join(shown)})"
+
+
+def shown_value(value: object) -> str:
+    if not isinstance(value, Tensor):
+        return repr(value)
+    if value.numel() > 16 or value.device.type != "cpu":
+        return f"<{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}>"
+    return repr((value[:, 0] if value.ndim == 2 and value.shape[1] == 1 else value).tolist())
