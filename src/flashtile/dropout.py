@@ -47,7 +47,7 @@ def dropout_mask(
     key_length: int,
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """The mask that attention applies for this seed: bool (batch, heads, query_length, key_length), True = kept.
+    """The mask of attention under this seed: bool (batch, heads, query_length, key_length), True = kept.
 
     Kept entries are scaled by ``1 / (1 - dropout_p)``. ``seed`` is a 64-bit int (signed or unsigned: the bits
     count) or an int64 tensor of one element. The mask of an entry does not depend on the sizes, except that
@@ -73,7 +73,7 @@ def dropout_mask(
 
 
 def keep_threshold(dropout_p: float) -> int:
-    """The smallest random word, of 0..2**32-1, that keeps an entry; 2**32, which no word reaches, for p = 1."""
+    """The smallest random word, of 0..2**32-1, that keeps an entry; 2**32, which none reaches, for p = 1."""
     if not 0.0 <= dropout_p <= 1.0:
         raise ValueError(f"dropout_p must be in [0, 1], got {dropout_p!r}")
     return math.floor(dropout_p * 2**32)
