@@ -1,0 +1,120 @@
+"""Which backend serves a problem, and why: the only place that knows the backends by name."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Protocol, cast
+
+import torch
+from torch import Tensor
+
+from flashtile.problem import SUPPORTED_DTYPES, AttentionProblem, Gradients
+
+
+class Backend(Protocol):
+    """What a backend module offers; both functions write into tensors that the caller allocated."""
+
+    def forward(self, problem: AttentionProblem, out: Tensor, lse: Tensor) -> None:
+        """Write the attention output and the log-sum-exp of every row."""
+
+    def backward(
+        self,
+        problem: AttentionProblem,
+        out: Tensor,
+        lse: Tensor,
+        grad_out: Tensor,
+        grad_lse: Tensor | None,
+        gradients: Gradients,
+    ) -> None:
+        """Write every gradient that is not None."""
+
+
+# Device type -> module; a backend is imported at its first use, because compiling machinery is slow to load.
+_MODULES = {"cpu": "flashtile.cpu"}
+_loaded: dict[str, Backend] = {}
+
+
+def backend(problem: AttentionProblem) -> Backend:
+    """The backend that serves ``problem``; NotImplementedError with the reason where there is none."""
+    device_type = problem.query.device.type
+    found = _loaded.get(device_type)
+    return _load(device_type) if found is None else found
+
+
+def _load(device_type: str) -> Backend:
+    check_device(torch.device(device_type))
+    module = cast(Backend, importlib.import_module(_MODULES[device_type]))
+    _loaded[device_type] = module
+    return module
+
+
+def check_device(device: torch.device) -> None:
+    """Raise NotImplementedError with the reason where no backend serves ``device``; meta tensors have no data to serve."""
+    if device.type not in _MODULES and device.type != "meta":
+        raise NotImplementedError(f"flashtile.attention: {unserved_reason(device.type)}")
+
+
+def unserved_reason(device_type: str) -> str | None:
+    """Why no backend serves tensors on this kind of device, or None when one does."""
+    if device_type in _MODULES:
+        return None
+    served = ", ".join(sorted(_MODULES))
+    return (
+        f"no backend serves {device_type} tensors (this version has kernels for: {served}); "
+        f"move the inputs, for example query.cpu(), or use torch.nn.functional.scaled_dot_product_attention"
+    )
+
+
+def explain(
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    heads: int = 8,
+    kv_heads: int | None = None,
+    query_length: int = 4096,
+    key_length: int | None = None,
+    head_dim: int = 64,
+    value_head_dim: int | None = None,
+) -> str:
+    """Say in words which backend would serve such a call, and why (one line per fact).
+
+    Sizes as in ``flashtile.attention``: query (B, heads, query_length, head_dim), key (B, kv_heads, key_length,
+    head_dim), value (B, kv_heads, key_length, value_head_dim). Nothing is computed and no kernel is compiled.
+    """
+    kv_heads = heads if kv_heads is None else kv_heads
+    key_length = query_length if key_length is None else key_length
+    value_head_dim = head_dim if value_head_dim is None else value_head_dim
+    device = torch.device(device)
+    lines = [
+        f"query ({heads} heads, {query_length} queries, head_dim {head_dim}), key and value ({kv_heads} heads, "
+        f"{key_length} keys, value head_dim {value_head_dim}), {_name(dtype)} on {device}"
+    ]
+    problems = _refusals(device, dtype, heads, kv_heads, head_dim, value_head_dim)
+    if problems:
+        return "\n".join([*lines, "backend: none", *(f"  - {problem}" for problem in problems)])
+    lines.append(f"backend: {_MODULES[device.type]}")
+    lines.append(f"  - {_name(dtype)} is supported and the tensors are on {device.type}, the only requirement")
+    lines.append(f"  - sums are accumulated in {'float64' if dtype == torch.float64 else 'float32'}")
+    if kv_heads != heads:
+        lines.append(f"  - {heads // kv_heads} query heads share each key head; keys are read in place, never repeated")
+    return "\n".join(lines)
+
+
+def _refusals(
+    device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, value_head_dim: int
+) -> list[str]:
+    problems = []
+    reason = unserved_reason(device.type)
+    if reason:
+        problems.append(reason)
+    if dtype not in SUPPORTED_DTYPES:
+        problems.append(f"{_name(dtype)} is not one of {', '.join(map(_name, SUPPORTED_DTYPES))}")
+    if kv_heads < 1 or heads % kv_heads:
+        problems.append(f"{heads} query heads cannot be shared evenly by {kv_heads} key heads")
+    if head_dim < 1 or value_head_dim < 1:
+        problems.append(f"head_dim must be at least 1, not {min(head_dim, value_head_dim)}")
+    return problems
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

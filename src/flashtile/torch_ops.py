@@ -1,0 +1,183 @@
+"""The PyTorch operators ``flashtile::attention_forward`` and ``flashtile::attention_backward``.
+
+They make the kernels known to autograd, torch.compile, torch.export and torch.func. Both take an attention
+problem spelled out in tensors and numbers, always 4-D, and trust it: ``flashtile.attention`` validates.
+The backward recomputes the probabilities from the LSE (FlashAttention-2, section 3.1.2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashtile import dispatch
+from flashtile.problem import AttentionProblem, Gradients, compute_dtype
+
+_LIBRARY = torch.library.Library("flashtile", "DEF")
+_PROBLEM_SCHEMA = (
+    "Tensor query, Tensor key, Tensor value, Tensor? first, Tensor? last, Tensor? mask, Tensor? bias, "
+    "Tensor? alibi_slopes, Tensor? sinks, Tensor? seed, float scale, float? softcap, SymInt? lower, "
+    "SymInt? upper, float dropout_p"
+)
+# Positions of the differentiable inputs in the schema above, in the order of the backward's results.
+_DIFFERENTIABLE = (0, 1, 2, 6, 7, 8)
+_TENSORS = 10
+
+
+def forward(problem: AttentionProblem) -> tuple[Tensor, Tensor]:
+    """Allocate the output and the LSE and let the backend of ``problem`` fill them."""
+    out, lse = _allocate_outputs(problem.query, problem.value)
+    if out.numel():
+        dispatch.backend(problem).forward(problem, out, lse)
+    return out, lse
+
+
+def backward(
+    problem: AttentionProblem,
+    out: Tensor,
+    lse: Tensor,
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    wanted: Sequence[bool] = (True,) * 6,
+) -> Gradients:
+    """Allocate the gradients of ``problem`` (query, key and value always) and let its backend fill them."""
+    gradients = Gradients(
+        query=torch.empty_like(problem.query),
+        key=torch.empty_like(problem.key),
+        value=torch.empty_like(problem.value),
+        bias=_allocate_small(problem.bias, problem.query, wanted[3]),
+        alibi_slopes=_allocate_small(problem.alibi_slopes, problem.query, wanted[4]),
+        sinks=_allocate_small(problem.sinks, problem.query, wanted[5]),
+    )
+    if out.numel():
+        dispatch.backend(problem).backward(problem, out, lse, grad_out, grad_lse, gradients)
+    else:
+        for gradient in vars(gradients).values():
+            if gradient is not None:
+                gradient.zero_()
+    return gradients
+
+
+def _allocate_outputs(query: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    batch, heads, length, head_dim = query.shape
+    value_head_dim = value.shape[3]
+    if value_head_dim == head_dim:
+        out = torch.empty_like(query)
+    elif query.stride(1) < query.stride(2):  # a transposed (batch, length, heads, head_dim) tensor stays one
+        out = query.new_empty(batch, length, heads, value_head_dim).transpose(1, 2)
+    else:
+        out = query.new_empty(batch, heads, length, value_head_dim)
+    # Sizes as separate arguments parse twice as fast as a tuple.
+    return out, query.new_empty(batch, heads, length, dtype=compute_dtype(query.dtype))
+
+
+def _allocate_small(tensor: Tensor | None, query: Tensor, wanted: bool) -> Tensor | None:
+    if tensor is None or not wanted:
+        return None
+    return torch.empty_like(tensor, dtype=compute_dtype(query.dtype))
+
+
+def _problem(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    first: Tensor | None,
+    last: Tensor | None,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
+    seed: Tensor | None,
+    scale: float,
+    softcap: float | None,
+    lower: int | None,
+    upper: int | None,
+    dropout_p: float,
+) -> AttentionProblem:
+    number = 0 if seed is None else int(seed.item())
+    return AttentionProblem(
+        query, key, value, scale, softcap, lower, upper, first, last, mask, bias, alibi_slopes, sinks,
+        dropout_p, number,
+    )  # fmt: skip
+
+
+def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
+    return forward(_problem(*arguments))
+
+
+def _forward_fake(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    return _allocate_outputs(query, value)
+
+
+def _backward(
+    grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor, wanted: list[bool], *arguments: Any
+) -> tuple[Tensor, ...]:
+    problem = _problem(*arguments)
+    gradients = backward(problem, out, lse, grad_out, grad_lse, wanted)
+    if gradients.bias is not None:
+        gradients.bias = gradients.bias.to(problem.query.dtype)
+    return tuple(
+        gradient if flag and gradient is not None else problem.query.new_empty(0)
+        for gradient, flag in zip(vars(gradients).values(), wanted, strict=True)
+    )
+
+
+def _backward_fake(
+    grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor, wanted: list[bool], *arguments: Any
+) -> tuple[Tensor, ...]:
+    query: Tensor = arguments[0]
+    return tuple(
+        torch.empty_like(arguments[position]) if flag else query.new_empty(0)
+        for position, flag in zip(_DIFFERENTIABLE, wanted, strict=True)
+    )
+
+
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*inputs[:_TENSORS], *output)
+    ctx.numbers = inputs[_TENSORS:]
+
+
+def _differentiate(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+    *inputs, out, lse = ctx.saved_tensors
+    wanted = [ctx.needs_input_grad[position] for position in _DIFFERENTIABLE]
+    results: list[Tensor | None] = [None] * (_TENSORS + len(ctx.numbers))
+    if grad_out is not None or grad_lse is not None:
+        grad_out = torch.zeros_like(out) if grad_out is None else grad_out
+        gradients = attention_backward(grad_out, grad_lse, out, lse, wanted, *inputs, *ctx.numbers)
+        for position, flag, gradient in zip(_DIFFERENTIABLE, wanted, gradients, strict=True):
+            results[position] = gradient if flag else None
+    return tuple(results)
+
+
+def _refuse_double_backward(ctx: Any, *gradients: Tensor | None) -> None:
+    raise NotImplementedError(
+        "flashtile.attention has no second derivative: call backward() or torch.autograd.grad() without "
+        "create_graph=True, or use flashtile.reference.attention, which PyTorch differentiates any number of times"
+    )
+
+
+def _define(name: str, schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+    _LIBRARY.define(f"{name}{schema}", tags=(torch.Tag.pt2_compliant_tag,))
+    _LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"flashtile::{name}", fake, lib=_LIBRARY)
+    return getattr(torch.ops.flashtile, name).default
+
+
+attention_forward = _define(
+    "attention_forward", f"({_PROBLEM_SCHEMA}) -> (Tensor out, Tensor lse)", _forward, _forward_fake
+)
+attention_backward = _define(
+    "attention_backward",
+    f"(Tensor grad_out, Tensor? grad_lse, Tensor out, Tensor lse, bool[6] wanted, {_PROBLEM_SCHEMA}) -> "
+    "(Tensor query, Tensor key, Tensor value, Tensor bias, Tensor alibi_slopes, Tensor sinks)",
+    _backward,
+    _backward_fake,
+)
+torch.library.register_autograd(
+    "flashtile::attention_forward", _differentiate, setup_context=_save_for_backward, lib=_LIBRARY
+)
+torch.library.register_autograd("flashtile::attention_backward", _refuse_double_backward, lib=_LIBRARY)
