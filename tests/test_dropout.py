@@ -48,11 +48,10 @@ class TestMask:
         mask = dropout_mask(seed, dropout_p, batch, heads, query_length, key_length)
         assert mask.shape == (batch, heads, query_length, key_length)
         assert mask.dtype == torch.bool
+        key = [seed % 2**32, seed // 2**32 % 2**32]
         for b, h, i, j in torch.cartesian_prod(*map(torch.arange, mask.shape)).tolist():
-            word = philox_in_python([j // 4, i, b * heads + h, 0], [seed % 2**32, seed // 2**32 % 2**32])[
-                j % 4
-            ]
-            assert mask[b, h, i, j].item() == (word >= int(dropout_p * 2**32))
+            four_words = philox_in_python([j // 4, i, b * heads + h, 0], key)
+            assert mask[b, h, i, j].item() == (four_words[j % 4] >= int(dropout_p * 2**32))
 
     def test_does_not_depend_on_the_lengths(self):
         mask = dropout_mask(5, 0.4, 1, 2, 20, 33)
@@ -88,10 +87,8 @@ class TestMask:
         assert dropout_mask(0, 0.5, *shape).shape == shape
 
     def test_device(self):
-        assert (
-            dropout_mask(torch.tensor([1], device="meta"), 0.5, 1, 1, 2, 3, device="meta").device.type
-            == "meta"
-        )
+        seed = torch.tensor([1], device="meta")
+        assert dropout_mask(seed, 0.5, 1, 1, 2, 3, device="meta").device.type == "meta"
 
     @pytest.mark.parametrize(
         ("seed", "dropout_p", "error", "message"),
