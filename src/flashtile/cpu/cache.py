@@ -1,0 +1,111 @@
+"""Compiled kernels on disk.
+
+Numba's own cache watches one source file per function; a kernel here depends on every file of this folder, so
+the key covers them all, with the versions and the instruction set. One file per compiled function, written to a
+temporary name and renamed: processes that start together at worst compile twice.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import pickle
+import sys
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import llvmlite
+import numba
+from numba.core.caching import _Cache
+from numba.core.compiler import CompileResult
+from numba.core.registry import cpu_target
+
+
+def _candidates() -> list[Path]:
+    chosen = os.environ.get("FLASHTILE_CACHE_DIR")
+    if chosen:
+        return [Path(chosen)]
+    home = Path.home()
+    if sys.platform == "win32":
+        users = Path(os.environ.get("LOCALAPPDATA", home / "AppData" / "Local"))
+    elif sys.platform == "darwin":
+        users = home / "Library" / "Caches"
+    else:
+        users = Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache")
+    user = os.getuid() if hasattr(os, "getuid") else os.environ.get("USERNAME", "user")
+    return [users / "flashtile", Path(tempfile.gettempdir()) / f"flashtile-{user}"]
+
+
+def _usable(folder: Path) -> bool:
+    """Writable, and ours alone: its files are executed."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if hasattr(os, "getuid") and folder.stat().st_uid != os.getuid():
+            return False
+        with tempfile.TemporaryFile(dir=folder):
+            return True
+    except OSError:
+        return False
+
+
+@cache
+def folder() -> Path | None:
+    """Where compiled kernels are kept; None if nowhere can be written (kernels are then compiled in each process)."""
+    return next((path for path in _candidates() if _usable(path)), None)
+
+
+@cache
+def _environment() -> bytes:
+    digest = hashlib.sha256()
+    for source in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(source.name.encode() + source.read_bytes())
+    versions = (sys.version, numba.__version__, llvmlite.__version__)
+    digest.update(repr((versions, cpu_target.target_context.codegen().magic_tuple())).encode())
+    return digest.digest()
+
+
+class DiskCache(_Cache):  # type: ignore[misc]
+    """What a Numba dispatcher asks for compiled code before it compiles."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    @property
+    def cache_path(self) -> str:
+        return str(folder())
+
+    def _file(self, signature: Any) -> Path | None:
+        place = folder()
+        if place is None:
+            return None
+        key = hashlib.sha256(_environment() + repr((self._name, signature)).encode()).hexdigest()
+        return place / f"{self._name}-{key[:32]}.bin"
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        target_context.refresh()
+        file = self._file(sig)
+        if file is None:
+            return None
+        try:
+            return CompileResult._rebuild(target_context, *pickle.loads(file.read_bytes()))
+        except FileNotFoundError:
+            return None
+        except (OSError, EOFError, pickle.UnpicklingError, ValueError, TypeError):
+            file.unlink(missing_ok=True)  # cut short or unreadable: compile and write it again
+            return None
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        file = self._file(sig)
+        if file is None:
+            return
+        with tempfile.NamedTemporaryFile(dir=file.parent, delete=False) as part:
+            part.write(pickle.dumps(data._reduce()))
+        os.replace(part.name, file)
+
+    def enable(self) -> None: ...
+
+    def disable(self) -> None: ...
+
+    def flush(self) -> None: ...

@@ -1,0 +1,121 @@
+"""One call described for the kernels: an int64 array of addresses, strides (in bytes), sizes and options.
+
+Passing one address keeps a call at microseconds and the compiled code independent of NumPy dtypes and layouts.
+"""
+
+from __future__ import annotations
+
+import struct
+from array import array
+from itertools import count
+from typing import TYPE_CHECKING, Any
+
+from numba import njit
+
+from .simd import peek_float64, peek_int64
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ..problem import AttentionProblem
+
+_index = count()
+
+
+def _fields(n: int) -> int:
+    """The first of n consecutive fields."""
+    first = next(_index)
+    for _ in range(n - 1):
+        next(_index)
+    return first
+
+
+# A tensor takes five fields: address and the strides of batch, head, row and element. Address 0 means absent.
+HEADS, KV_HEADS, GROUP, QUERY_LENGTH, KEY_LENGTH, HEAD_DIM, VALUE_DIM = (_fields(1) for _ in range(7))
+QUERY, KEY, VALUE, OUT, MASK, BIAS, GRAD_OUT = (_fields(5) for _ in range(7))
+GRAD_QUERY, GRAD_KEY, GRAD_VALUE, GRAD_BIAS = (_fields(5) for _ in range(4))
+LSE, DELTA = _fields(4), _fields(4)  # address; batch, head, row
+FIRST, LAST, SLOPES = _fields(3), _fields(3), _fields(3)  # address; batch, row (slopes: batch, head)
+SINKS = _fields(2)  # address; head
+LOWER, UPPER = _fields(1), _fields(1)
+SCALE, SOFTCAP, KEEP_SCALE = (_fields(1) for _ in range(3))  # float64 bits; softcap 0 = none
+DROPOUT_THRESHOLD, SEED_LOW, SEED_HIGH = (_fields(1) for _ in range(3))  # keep words >= threshold; 0 = no dropout
+TILES, SPLITS, TASKS, NEXT_TASK = (_fields(1) for _ in range(4))  # NEXT_TASK: address of the shared counter
+SPLIT_KEYS, SPACE, PROGRESS, GRAD_SLOPES = (_fields(1) for _ in range(4))  # of decode and backward
+TILE_KEYS = _fields(1)
+# Offsets of the parts of one worker's scratch memory.
+AT_QUERY, AT_SCORES, AT_OUT, AT_KEY, AT_VALUE, AT_BIAS, AT_ROWS = (_fields(1) for _ in range(7))
+SIZE = next(_index)
+
+UNBOUNDED = 1 << 40
+
+
+@njit(forceinline=True)
+def field(call, index):
+    return peek_int64(call + 8 * index)
+
+
+@njit(forceinline=True)
+def real_field(call, index):
+    return peek_float64(call + 8 * index)
+
+
+def float_bits(x: float) -> int:
+    return int(struct.unpack("q", struct.pack("d", x))[0])
+
+
+def tensor_fields(tensor: Tensor | None, dims: int = 4) -> list[int]:
+    """Address and byte strides; a dimension of size 1 is broadcast: its stride is 0."""
+    if tensor is None:
+        return [0] * (dims + 1)
+    size = tensor.element_size()
+    strides = [s * size if n != 1 else 0 for s, n in zip(tensor.stride(), tensor.shape, strict=True)]
+    return [tensor.data_ptr(), *strides]
+
+
+def describe(problem: AttentionProblem) -> array[int]:
+    """The fields every kernel reads; outputs and the schedule are filled in by the caller."""
+    query, key, value = problem.query, problem.key, problem.value
+    _, heads, query_length, head_dim = query.shape
+    kv_heads, key_length = key.shape[1], key.shape[2]
+    call = array("q", bytes(8 * SIZE))
+    call[:GROUP] = array("q", (heads, kv_heads))
+    group = heads // kv_heads if kv_heads else 0
+    call[GROUP:QUERY] = array("q", (group, query_length, key_length, head_dim, value.shape[3]))
+    put(call, QUERY, [*tensor_fields(query), *tensor_fields(key), *tensor_fields(value)])
+    call[LOWER] = -UNBOUNDED if problem.lower is None else int(problem.lower)
+    call[UPPER] = UNBOUNDED if problem.upper is None else int(problem.upper)
+    call[SCALE] = float_bits(problem.scale)
+    _describe_options(call, problem)
+    return call
+
+
+def _describe_options(call: array[int], problem: AttentionProblem) -> None:
+    if problem.mask is not None:
+        put(call, MASK, tensor_fields(problem.mask))
+    if problem.bias is not None:
+        put(call, BIAS, tensor_fields(problem.bias))
+    if problem.first is not None:
+        put(call, FIRST, tensor_fields(problem.first, 2))
+    if problem.last is not None:
+        put(call, LAST, tensor_fields(problem.last, 2))
+    if problem.alibi_slopes is not None:
+        put(call, SLOPES, tensor_fields(problem.alibi_slopes, 2))
+    if problem.sinks is not None:
+        put(call, SINKS, tensor_fields(problem.sinks, 1))
+    if problem.softcap:
+        call[SOFTCAP] = float_bits(problem.softcap)
+    if problem.dropout_p:
+        # dropout_p = 1 keeps nothing: no word passes but the largest, and that one is scaled by 0.
+        call[DROPOUT_THRESHOLD] = min(int(problem.dropout_p * 2**32), 2**32 - 1)
+        call[KEEP_SCALE] = float_bits(1.0 / (1.0 - problem.dropout_p) if problem.dropout_p < 1.0 else 0.0)
+        call[SEED_LOW] = problem.seed & 0xFFFFFFFF
+        call[SEED_HIGH] = (problem.seed >> 32) & 0xFFFFFFFF
+
+
+def put(call: array[int], index: int, values: list[int]) -> None:
+    call[index : index + len(values)] = array("q", values)
+
+
+def address(call: array[Any]) -> int:
+    return call.buffer_info()[0]

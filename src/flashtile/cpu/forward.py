@@ -1,0 +1,149 @@
+"""Forward pass: FlashAttention-2, algorithm 1. One task is one tile of query rows; it runs over all its keys."""
+
+from __future__ import annotations
+
+import math
+
+from numba import njit
+
+from .atomics import fetch_add
+from .call import (
+    AT_BIAS,
+    AT_KEY,
+    AT_OUT,
+    AT_QUERY,
+    AT_ROWS,
+    AT_SCORES,
+    AT_VALUE,
+    BIAS,
+    GROUP,
+    HEAD_DIM,
+    KEY,
+    KV_HEADS,
+    LSE,
+    MASK,
+    NEXT_TASK,
+    OUT,
+    QUERY,
+    SINKS,
+    TASKS,
+    TILE_KEYS,
+    TILES,
+    VALUE,
+    VALUE_DIM,
+    field,
+)
+from .gemm import COLUMNS, multiply
+from .exact import accumulate_exactly
+from .operands import all_finite, key_operand, value_operand
+from .rows import (
+    COUNT,
+    FACTOR,
+    HIGH,
+    LOW,
+    OUT_ROW,
+    QUERY_ROW,
+    ROW_MAX,
+    ROW_SUM,
+    locate_rows,
+    set_rows,
+)
+from .scores import LN_2, LOG2_E, finish_scores, is_full, score_factor
+from .simd import compute_size, is_pairs, lanes, peek, peek_int64, poke
+from .softmax import online_softmax, rescale
+from .stage import fill, stage_query, unstage_transposed
+
+
+@njit(inline="always")
+def tile_width(kind):
+    """Query rows of one tile."""
+    return COLUMNS * lanes(kind)
+
+
+@njit(nogil=True)
+def forward(kind, call, scratch, limit):
+    """Takes up to `limit` tasks, the tiles of late (causal: heaviest) rows first; False when none is left."""
+    tasks, heads = field(call, TASKS), field(call, KV_HEADS)
+    for _ in range(limit):
+        task = fetch_add(field(call, NEXT_TASK), 1)
+        if task >= tasks:
+            return False
+        parallel = tasks // field(call, TILES)
+        head, tile = task % parallel, field(call, TILES) - 1 - task // parallel
+        forward_tile(kind, call, scratch, head // heads, head % heads, tile * tile_width(kind))
+    return True
+
+
+@njit
+def forward_tile(kind, call, scratch, batch, kv_head, start):
+    """O and LSE of one tile of rows of one key head."""
+    width, size = tile_width(kind), compute_size(kind)
+    row, value_dim = width * size, field(call, VALUE_DIM)
+    table, scores, out = scratch + field(call, AT_ROWS), scratch + field(call, AT_SCORES), scratch + field(call, AT_OUT)
+    query = scratch + field(call, AT_QUERY)
+    set_rows(kind, call, table, batch, kv_head, start, width, False)
+    locate_rows(call, table, QUERY, QUERY_ROW, batch, kv_head, start, width)
+    locate_rows(call, table, OUT, OUT_ROW, batch, kv_head, start, width)
+    stage_query(kind, table + QUERY_ROW, field(call, QUERY + 4), field(call, HEAD_DIM), query, row, width)
+    fill(kind, out, row, value_dim, width, 0.0)
+    start_rows(kind, call, table, kv_head, start, width)
+    step, high = field(call, TILE_KEYS), peek_int64(table + HIGH)
+    for first in range(peek_int64(table + LOW) // step * step, high, step):
+        forward_keys(kind, call, scratch, batch, kv_head, first, min(step, high - first))
+    finish_rows(kind, call, table, batch, kv_head, start, width)
+    unstage_transposed(
+        kind, out, row, table + FACTOR, table + OUT_ROW, field(call, OUT + 4), value_dim, peek_int64(table + COUNT), width
+    )
+
+
+@njit
+def forward_keys(kind, call, scratch, batch, kv_head, first, keys):
+    """One step of the online softmax: keys [first, first + keys) for the tile's rows."""
+    width, size = tile_width(kind), compute_size(kind)
+    row, vectors, value_dim = width * size, COLUMNS, field(call, VALUE_DIM)
+    table, scores, out = scratch + field(call, AT_ROWS), scratch + field(call, AT_SCORES), scratch + field(call, AT_OUT)
+    spare = scratch + field(call, AT_BIAS)
+    a, a_row, a_col, depth = key_operand(kind, call, KEY, batch, kv_head, first, keys, HEAD_DIM, scratch + field(call, AT_KEY))
+    multiply(kind, a, a_row, a_col, scratch + field(call, AT_QUERY), row, scores, row, keys, depth, vectors, False)
+    finish_scores(kind, call, table, scores, 0, spare, first, keys, width)
+    quads = (keys + 3) // 4 * 4
+    fill(kind, scores + keys * row, row, quads - keys, width, -math.inf)
+    if online_softmax(kind, call, table, scores, score_factor(call), first, quads, width):
+        rescale(kind, out, value_dim, width, table + FACTOR)
+    partial = field(call, MASK) != 0 or field(call, BIAS) != 0 or not is_full(table, first, keys)
+    if partial and not all_finite(kind, call, VALUE, batch, kv_head, first, keys, VALUE_DIM):
+        accumulate_exactly(kind, call, table, scores, out, batch, kv_head, first, keys, width)
+        return
+    a, a_row, a_col, depth = value_operand(kind, call, batch, kv_head, first, keys, scratch + field(call, AT_VALUE))
+    multiply(kind, a, a_row, a_col, scores, row, out, row, value_dim, depth, vectors, True)
+
+
+@njit
+def start_rows(kind, call, table, kv_head, start, width):
+    """Row maxima and sums before any key: nothing seen, or the sink."""
+    group, sinks = field(call, GROUP), field(call, SINKS)
+    for lane in range(width):
+        row_max, row_sum = -math.inf, 0.0
+        if sinks != 0:
+            head = kv_head * group + (start + lane) % group
+            row_max, row_sum = peek(kind, sinks + head * field(call, SINKS + 1)) * LOG2_E, 1.0
+        poke(kind, table + ROW_MAX + lane * compute_size(kind), row_max)
+        poke(kind, table + ROW_SUM + lane * compute_size(kind), row_sum)
+
+
+@njit
+def finish_rows(kind, call, table, batch, kv_head, start, width):
+    """LSE of every row, and in FACTOR what normalises its output (0 where no key was seen)."""
+    group, lse = field(call, GROUP), field(call, LSE)
+    for lane in range(peek_int64(table + COUNT)):
+        at = lane * compute_size(kind)
+        row_sum = peek(kind, table + ROW_SUM + at)
+        result, factor = -math.inf, 0.0
+        if row_sum != 0.0:
+            result = (peek(kind, table + ROW_MAX + at) + math.log2(row_sum)) * LN_2
+            factor = 1.0 / row_sum
+        poke(kind, table + FACTOR + at, factor)
+        row = start + lane
+        head = kv_head * group + row % group
+        place = lse + batch * field(call, LSE + 1) + head * field(call, LSE + 2) + row // group * field(call, LSE + 3)
+        poke(kind, place, result)

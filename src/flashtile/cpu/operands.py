@@ -1,0 +1,80 @@
+"""K and V as the products read them: where they lie if possible, else one tile staged into scratch."""
+
+from __future__ import annotations
+
+from numba import njit
+
+from .call import HEAD_DIM, VALUE, VALUE_DIM, field
+from .rows import tensor_at
+from .simd import (
+    all_lanes,
+    compute_size,
+    is_pairs,
+    is_widened,
+    itemsize,
+    lanes,
+    load_stored,
+    read,
+    splat,
+)
+from .stage import padded, stage_natural, stage_row_pairs, stage_stored
+
+
+@njit
+def key_operand(kind, call, tensor, batch, kv_head, first, keys, dim, space):
+    """Keys (or values) as A of scores = K Q^T: address, strides of key and number (or pair), numbers per key."""
+    count, step, row_step = field(call, dim), field(call, tensor + 4), field(call, tensor + 3)
+    source = tensor_at(call, tensor, batch, kv_head, first)
+    if is_pairs(kind):
+        if count % 2 == 0 and step == 2:
+            return source, row_step, 4, count // 2
+        row = padded(kind, count + 1) * 2
+        stage_stored(kind, source, row_step, step, keys, count, space, row)
+        return space, row, 4, (count + 1) // 2
+    if is_widened(kind):
+        row = padded(kind, count) * compute_size(kind)
+        stage_natural(kind, source, row_step, step, keys, count, space, row)
+        return space, row, compute_size(kind), count
+    return source, row_step, step, count
+
+
+@njit
+def value_operand(kind, call, batch, kv_head, first, keys, space):
+    """Values as A of O^T += V^T P^T: address, strides of number and key (or pair of keys), keys (or pairs)."""
+    count, step, row_step = field(call, VALUE_DIM), field(call, VALUE + 4), field(call, VALUE + 3)
+    return columns_operand(kind, tensor_at(call, VALUE, batch, kv_head, first), row_step, step, keys, count, space)
+
+
+@njit
+def columns_operand(kind, source, row_step, step, rows, count, space):
+    """Rows of a tensor as the transposed A of a product that sums over rows."""
+    row = padded(kind, count) * compute_size(kind)
+    if is_pairs(kind):
+        stage_row_pairs(kind, source, row_step, step, rows, count, space, row)
+        return space, 4, row, (rows + 1) // 2
+    if is_widened(kind):
+        stage_natural(kind, source, row_step, step, rows, count, space, row)
+        return space, compute_size(kind), row, rows
+    return source, step, row_step, rows
+
+
+@njit
+def all_finite(kind, call, tensor, batch, kv_head, first, rows, dim):
+    """Whether a tile of keys or values holds no NaN and no infinity (their product with 0 would be NaN)."""
+    return rows_finite(
+        kind, tensor_at(call, tensor, batch, kv_head, first), field(call, tensor + 3), field(call, tensor + 4), rows, field(call, dim)
+    )
+
+
+@njit
+def rows_finite(kind, source, row_step, step, rows, count):
+    total, zero = splat(kind, 0.0), splat(kind, 0.0)
+    whole = count // lanes(kind) * lanes(kind) if step == itemsize(kind) else 0
+    rest = 0.0
+    for row in range(rows):
+        at = source + row * row_step
+        for d in range(0, whole, lanes(kind)):
+            total = total + load_stored(kind, at + d * step) * zero
+        for d in range(whole, count):
+            rest += read(kind, at + d * step) * 0.0
+    return rest == 0.0 and all_lanes(total == zero)

@@ -1,0 +1,147 @@
+"""From Q K^T to attention scores: softcap, bias, ALiBi and the masks, each a pass over the tile that uses it.
+
+A tile of scores is [key][lane], in natural units once any option but a mask applies.
+"""
+
+from __future__ import annotations
+
+import math
+
+from numba import njit
+
+from .call import BIAS, KEY_LENGTH, MASK, QUERY_LENGTH, SCALE, SLOPES, SOFTCAP, field, real_field
+from .exponential import tanh
+from .rows import BIAS_ROW, FIRST_KEY, FULL_HIGH, FULL_LOW, INDEX, LAST_KEY, MASK_ROW, SLOPE
+from .simd import (
+    absolute,
+    compute_size,
+    fma,
+    lanes,
+    load,
+    load_int,
+    peek_int32,
+    peek_int64,
+    read,
+    select,
+    splat,
+    splat_int,
+    store,
+    to_float,
+    vector_size,
+)
+from .stage import mask_kind, stage_transposed
+
+LOG2_E = 1.4426950408889634
+LN_2 = 0.6931471805599453
+
+
+@njit
+def score_factor(call):
+    """What turns a tile's scores into exponents of 2."""
+    if field(call, SOFTCAP) != 0 or field(call, BIAS) != 0 or field(call, SLOPES) != 0:
+        return LOG2_E
+    return LOG2_E * real_field(call, SCALE)
+
+
+@njit
+def finish_scores(kind, call, table, scores, slope, spare, start, keys, width):
+    """Applies every option to the tile of Q K^T for keys [start, start + keys).
+
+    `slope` (0 = not wanted) receives the derivative of the softcap; `spare` is a tile for staged bias and mask.
+    """
+    if field(call, SOFTCAP) != 0:
+        _apply_softcap(kind, scores, slope, keys, width, real_field(call, SCALE), real_field(call, SOFTCAP))
+    elif field(call, BIAS) != 0 or field(call, SLOPES) != 0:
+        _apply_scale(kind, scores, keys, width, real_field(call, SCALE))
+    if field(call, BIAS) != 0:
+        _add_bias(kind, call, table, scores, spare, start, keys, width)
+    if field(call, SLOPES) != 0:
+        _add_alibi(kind, call, table, scores, start, keys, width)
+    if field(call, MASK) != 0:
+        _apply_mask(kind, call, table, scores, spare, start, keys, width)
+    if not is_full(table, start, keys):
+        _apply_intervals(kind, table, scores, start, keys, width)
+
+
+@njit(inline="always")
+def is_full(table, start, keys):
+    """Whether every lane sees every key of the tile."""
+    return start >= peek_int64(table + FULL_LOW) and start + keys <= peek_int64(table + FULL_HIGH)
+
+
+@njit
+def _apply_scale(kind, scores, keys, width, scale):
+    for at in range(scores, scores + keys * width * compute_size(kind), vector_size(kind)):
+        store(at, load(kind, at) * splat(kind, scale))
+
+
+@njit
+def _apply_softcap(kind, scores, slope, keys, width, scale, softcap):
+    one = splat(kind, 1.0)
+    for shift in range(0, keys * width * compute_size(kind), vector_size(kind)):
+        capped = tanh(kind, load(kind, scores + shift) * splat(kind, scale / softcap))
+        store(scores + shift, capped * splat(kind, softcap))
+        if slope != 0:
+            store(slope + shift, one - capped * capped)
+
+
+@njit
+def _add_bias(kind, call, table, scores, spare, start, keys, width):
+    step, row = field(call, BIAS + 4), width * compute_size(kind)
+    stage_transposed(kind, table + BIAS_ROW, start * step, step, keys, spare, row, width)
+    for shift in range(0, keys * row, vector_size(kind)):
+        store(scores + shift, load(kind, scores + shift) + load(kind, spare + shift))
+
+
+@njit(inline="always")
+def alibi_distance(kind, call, table, lane, key):
+    """-|i + Sk - Sq - j| per lane."""
+    diagonal = splat_int(kind, key - (field(call, KEY_LENGTH) - field(call, QUERY_LENGTH)))
+    distance = to_float(kind, load_int(kind, table + INDEX + 4 * lane) - diagonal)
+    return splat(kind, 0.0) - absolute(distance)
+
+
+@njit
+def _add_alibi(kind, call, table, scores, start, keys, width):
+    size = compute_size(kind)
+    for lane in range(0, width, lanes(kind)):
+        slope = load(kind, table + SLOPE + lane * size)
+        for j in range(keys):
+            at = scores + (j * width + lane) * size
+            store(at, fma(slope, alibi_distance(kind, call, table, lane, start + j), load(kind, at)))
+
+
+@njit
+def _apply_mask(kind, call, table, scores, spare, start, keys, width):
+    step, row = field(call, MASK + 4), width * compute_size(kind)
+    stage_transposed(mask_kind(kind), table + MASK_ROW, start * step, step, keys, spare, row, width)
+    zero, hidden = splat(kind, 0.0), splat(kind, -math.inf)
+    for shift in range(0, keys * row, vector_size(kind)):
+        attend = load(kind, spare + shift) > zero
+        store(scores + shift, select(attend, load(kind, scores + shift), hidden))
+
+
+@njit
+def _apply_intervals(kind, table, scores, start, keys, width):
+    hidden = splat(kind, -math.inf)
+    for lane in range(0, width, lanes(kind)):
+        first = load_int(kind, table + FIRST_KEY + 4 * lane)
+        last = load_int(kind, table + LAST_KEY + 4 * lane)
+        for j in range(keys):
+            at = scores + (j * width + lane) * compute_size(kind)
+            key = splat_int(kind, start + j)
+            store(at, select((key >= first) & (key < last), load(kind, at), hidden))
+
+
+@njit
+def sees(kind, call, table, lane, key):
+    """Whether one row may see one key: the scalar twin of the masks above, for the rare exact path."""
+    if key < peek_int32(table + FIRST_KEY + 4 * lane) or key >= peek_int32(table + LAST_KEY + 4 * lane):
+        return False
+    if field(call, MASK) != 0:
+        mask = mask_kind(kind)
+        if read(mask, peek_int64(table + MASK_ROW + 8 * lane) + key * field(call, MASK + 4)) == 0.0:
+            return False
+    if field(call, BIAS) != 0:
+        return read(kind, peek_int64(table + BIAS_ROW + 8 * lane) + key * field(call, BIAS + 4)) != -math.inf
+    return True

@@ -1,0 +1,111 @@
+"""Online softmax over one tile of scores: maximum, exponentials, sums, all vertical (one row per lane).
+
+FlashAttention-2, section 3.1: the output stays unnormalised and is rescaled only when a maximum moves.
+"""
+
+from __future__ import annotations
+
+import math
+
+from numba import njit
+
+from .call import DROPOUT_THRESHOLD, KEEP_SCALE, SEED_HIGH, SEED_LOW, field, real_field
+from .exponential import exp2
+from .philox import keep_factors
+from .rows import BATCH_HEAD, FACTOR, INDEX, ROW_MAX, ROW_SUM
+from .simd import (
+    any_lane,
+    compute_size,
+    fma,
+    is_pairs,
+    lanes,
+    load,
+    load_int,
+    maximum,
+    select,
+    splat,
+    store,
+    vector_size,
+)
+from .tiles import pack_pairs
+
+
+@njit(inline="always")
+def dropout_factors(kind, call, table, lane, key):
+    """The keep factors of keys key .. key + 3 (key a multiple of 4) for one vector of rows."""
+    return keep_factors(
+        kind,
+        field(call, SEED_LOW),
+        field(call, SEED_HIGH),
+        load_int(kind, table + INDEX + 4 * lane),
+        load_int(kind, table + BATCH_HEAD + 4 * lane),
+        key // 4,
+        field(call, DROPOUT_THRESHOLD),
+        real_field(call, KEEP_SCALE),
+    )
+
+
+@njit
+def online_softmax(kind, call, table, scores, factor, start, keys, width):
+    """Scores become unnormalised probabilities, in place (pairs of keys for pair kinds), after dropout.
+
+    `keys` is padded by the caller to a multiple of 4 with -inf. Row maxima (in exponents of 2) and sums follow;
+    FACTOR receives what the output must be multiplied by. Returns whether any maximum moved.
+    """
+    size, moved, step = compute_size(kind), False, splat(kind, factor)
+    row, zero, nothing = width * size, splat(kind, 0.0), splat(kind, -math.inf)
+    for lane in range(0, width, lanes(kind)):
+        at = scores + lane * size
+        largest = nothing
+        for j in range(0, keys, 4):
+            here = at + j * row
+            low = maximum(load(kind, here), load(kind, here + row))
+            high = maximum(load(kind, here + 2 * row), load(kind, here + 3 * row))
+            largest = maximum(largest, maximum(low, high))
+        old = load(kind, table + ROW_MAX + lane * size)
+        new = maximum(old, largest * step)
+        # A row that has seen nothing yet keeps -inf; subtracting 0 instead avoids inf - inf.
+        base = select(new == nothing, zero, new)
+        correction = select(new == old, splat(kind, 1.0), exp2(kind, old - base))
+        total = load(kind, table + ROW_SUM + lane * size) * correction
+        total = total + _exponentials(kind, call, table, at, row, zero - base, step, lane, start, keys)
+        store(table + ROW_MAX + lane * size, new)
+        store(table + ROW_SUM + lane * size, total)
+        store(table + FACTOR + lane * size, correction)
+        moved = moved or any_lane(new > old)
+    return moved
+
+
+@njit(inline="always")
+def _exponentials(kind, call, table, at, row, shift, step, lane, start, keys):
+    """p = 2**(s * step + shift) for one column of vectors; the sum before dropout is returned."""
+    dropout, total = field(call, DROPOUT_THRESHOLD) != 0, splat(kind, 0.0)
+    for j in range(0, keys, 4):
+        here = at + j * row
+        p0 = exp2(kind, fma(load(kind, here), step, shift))
+        p1 = exp2(kind, fma(load(kind, here + row), step, shift))
+        p2 = exp2(kind, fma(load(kind, here + 2 * row), step, shift))
+        p3 = exp2(kind, fma(load(kind, here + 3 * row), step, shift))
+        total = total + ((p0 + p1) + (p2 + p3))
+        if dropout:
+            z0, z1, z2, z3 = dropout_factors(kind, call, table, lane, start + j)
+            p0, p1, p2, p3 = p0 * z0, p1 * z1, p2 * z2, p3 * z3
+        if is_pairs(kind):
+            store(at + j // 2 * row, pack_pairs(kind, p0, p1))
+            store(at + (j // 2 + 1) * row, pack_pairs(kind, p2, p3))
+        else:
+            store(here, p0)
+            store(here + row, p1)
+            store(here + 2 * row, p2)
+            store(here + 3 * row, p3)
+    return total
+
+
+@njit
+def rescale(kind, tile, rows, width, factors):
+    """tile[row][lane] *= factors[lane]."""
+    row = width * compute_size(kind)
+    for lane in range(0, row, vector_size(kind)):
+        factor = load(kind, factors + lane)
+        for at in range(tile + lane, tile + lane + rows * row, row):
+            store(at, load(kind, at) * factor)

@@ -1,0 +1,171 @@
+"""Load tile, store tile: strided tensors to packed scratch and back, in the form the products read.
+
+`natural` keeps rows as rows, `transposed` puts one row per lane, `row pairs` interleaves two rows of bfloat16.
+Everything is padded with zeros to whole vectors.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from numba import njit
+from numba.extending import overload
+
+from .simd import (
+    BOOL32,
+    BOOL64,
+    FLOAT32,
+    compute_size,
+    is_pairs,
+    itemsize,
+    lanes,
+    load_stored,
+    peek,
+    peek_int64,
+    poke,
+    read,
+    splat,
+    store,
+    store_stored,
+    vector_size,
+    load,
+    write,
+)
+from .tiles import gather_block, interleave, scatter_block
+
+
+def _tag(choose: Any) -> Any:
+    """A compile-time map from kind to kind."""
+
+    def tag(kind):
+        return choose(kind)
+
+    @overload(tag, inline="always")
+    def _overload(kind):
+        chosen = choose(kind.kind)
+        return lambda kind: chosen
+
+    return tag
+
+
+mask_kind = _tag(lambda kind: BOOL64 if kind.compute_size == 8 else BOOL32)
+raw_kind = _tag(lambda kind: FLOAT32 if kind.pairs else kind)
+
+
+@njit(inline="always")
+def padded(kind, count):
+    """count rounded up to whole vectors."""
+    return (count + lanes(kind) - 1) // lanes(kind) * lanes(kind)
+
+
+@njit
+def stage_transposed(kind, addresses, shift, step, count, target, target_row, width):
+    """target[d][lane] = number d of lane's row; rows at addresses[lane] + shift, numbers `step` bytes apart."""
+    n, size = lanes(kind), compute_size(kind)
+    blocks = count // n * n if step == itemsize(kind) else 0
+    for lane in range(0, width, n):
+        for d in range(0, blocks, n):
+            place = target + d * target_row + lane * size
+            gather_block(kind, addresses + 8 * lane, shift + d * step, place, target_row)
+    for lane in range(width):
+        row = peek_int64(addresses + 8 * lane) + shift
+        for d in range(blocks, count):
+            poke(kind, target + d * target_row + lane * size, read(kind, row + d * step))
+
+
+@njit
+def stage_query(kind, addresses, step, count, target, target_row, width):
+    """Rows of Q (or dO) transposed; for pair kinds the numbers d and d + 1 of a row share a lane."""
+    if not is_pairs(kind):
+        stage_transposed(kind, addresses, 0, step, count, target, target_row, width)
+        return
+    raw = raw_kind(kind)
+    pairs = count // 2 if step == itemsize(kind) else 0
+    stage_transposed(raw, addresses, 0, 4, pairs, target, target_row, width)
+    for lane in range(width):
+        row = peek_int64(addresses + 8 * lane)
+        for d in range(2 * pairs, count):
+            place = target + d // 2 * target_row + 4 * lane + 2 * (d % 2)
+            write(kind, place, read(kind, row + d * step))
+        if count % 2:
+            write(kind, target + count // 2 * target_row + 4 * lane + 2, 0.0)
+
+
+@njit
+def stage_natural(kind, source, row_step, step, rows, count, target, target_row):
+    """target[row][d], widened, zeros up to whole vectors."""
+    n, size = lanes(kind), compute_size(kind)
+    whole = count // n * n if step == itemsize(kind) else 0
+    for row in range(rows):
+        at, to = source + row * row_step, target + row * target_row
+        for d in range(0, whole, n):
+            store(to + d * size, load_stored(kind, at + d * step))
+        for d in range(whole, count):
+            poke(kind, to + d * size, read(kind, at + d * step))
+        for d in range(count, padded(kind, count)):
+            poke(kind, to + d * size, 0.0)
+
+
+@njit
+def stage_stored(kind, source, row_step, step, rows, count, target, target_row):
+    """target[row][d] in storage precision, contiguous, with one zero behind an odd count."""
+    for row in range(rows):
+        at, to = source + row * row_step, target + row * target_row
+        for d in range(count):
+            write(kind, to + d * itemsize(kind), read(kind, at + d * step))
+        write(kind, to + count * itemsize(kind), 0.0)
+
+
+@njit
+def stage_row_pairs(kind, source, row_step, step, rows, count, target, target_row):
+    """target[row // 2][d] = the pair (row, row + 1) of number d; a missing last row counts as zeros."""
+    n, size = lanes(kind), itemsize(kind)
+    whole = count // n * n if step == size else 0
+    for row in range(0, rows, 2):
+        low, to = source + row * row_step, target + row // 2 * target_row
+        high = low + row_step if row + 1 < rows else 0
+        for d in range(0, whole, n):
+            interleave(kind, low + d * size, high + d * size if high != 0 else 0, to + 4 * d)
+        for d in range(whole, count):
+            write(kind, to + 4 * d, read(kind, low + d * step))
+            write(kind, to + 4 * d + 2, read(kind, high + d * step) if high != 0 else 0.0)
+        for d in range(count, padded(kind, count)):
+            write(kind, to + 4 * d, 0.0)
+            write(kind, to + 4 * d + 2, 0.0)
+
+
+@njit
+def unstage_transposed(kind, source, source_row, factors, addresses, step, count, rows, width):
+    """Row of lane, number d = source[d][lane] * factors[lane], rounded to the tensor's dtype; `rows` lanes count."""
+    n, size = lanes(kind), compute_size(kind)
+    whole = count // n * n if step == itemsize(kind) else 0
+    for lane in range(0, width, n):
+        complete = whole if lane + n <= rows else 0
+        for d in range(0, complete, n):
+            place = source + d * source_row + lane * size
+            scatter_block(kind, place, source_row, load(kind, factors + lane * size), addresses + 8 * lane, d * step)
+        for one in range(lane, min(lane + n, rows)):
+            row, factor = peek_int64(addresses + 8 * one), peek(kind, factors + one * size)
+            for d in range(complete, count):
+                write(kind, row + d * step, peek(kind, source + d * source_row + one * size) * factor)
+
+
+@njit
+def unstage_natural(kind, source, source_row, target, row_step, step, rows, count):
+    """Row, number d = source[row][d], rounded to the tensor's dtype."""
+    n, size = lanes(kind), compute_size(kind)
+    whole = count // n * n if step == itemsize(kind) else 0
+    for row in range(rows):
+        at, to = source + row * source_row, target + row * row_step
+        for d in range(0, whole, n):
+            store_stored(kind, to + d * step, load(kind, at + d * size))
+        for d in range(whole, count):
+            write(kind, to + d * step, peek(kind, at + d * size))
+
+
+@njit
+def fill(kind, target, target_row, rows, width, value):
+    """A packed tile set to one value."""
+    for row in range(rows):
+        for lane in range(0, width * compute_size(kind), vector_size(kind)):
+            store(target + row * target_row + lane, splat(kind, value))
