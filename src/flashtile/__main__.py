@@ -1,0 +1,7 @@
+"""`python -m flashtile` is the command `flashtile`."""
+
+import sys
+
+from flashtile.cli import main
+
+sys.exit(main())

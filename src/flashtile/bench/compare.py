@@ -1,0 +1,87 @@
+"""`flashtile bench`: flashtile beside torch's SDPA and standard attention, interleaved in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from flashtile.bench import ceilings, machine
+from flashtile.bench.cases import Case
+from flashtile.bench.console import Progress, table
+from flashtile.bench.runs import LIBRARIES, affordable, make_run
+from flashtile.bench.timing import Timing, format_seconds, interleave
+
+
+def measure(
+    cases: Iterable[Case], libraries: Iterable[str], rounds: int, seconds: float | None
+) -> list[dict[str, Any]]:
+    """Time every case; each result holds the case, a timing per library and the reason for those left out."""
+    cases, libraries, memory = list(cases), list(libraries), machine.memory_bytes()
+    results = []
+    with Progress("measuring", len(cases)) as progress:
+        for case in cases:
+            progress.step(case.name)
+            reasons = {library: affordable(library, case, memory) for library in libraries}
+            runs = {
+                library: make_run(LIBRARIES[library](case), case)
+                for library in libraries
+                if reasons[library] is None
+            }
+            timings = interleave(runs, rounds, seconds)
+            results.append(
+                {
+                    "case": case.as_dict(),
+                    "seconds": {library: asdict(timing) for library, timing in timings.items()},
+                    "left_out": {library: reason for library, reason in reasons.items() if reason},
+                }
+            )
+    return results
+
+
+def measure_ceilings() -> dict[str, float | None]:
+    with Progress("measuring the machine", 1) as progress:
+        progress.step("multiply-adds, bfloat16 dot products, memory")
+        return ceilings.measure(torch.get_num_threads())
+
+
+def ceiling_of(case: Case, measured: dict[str, float | None]) -> tuple[str, float]:
+    """What bounds a case: bytes read for decoding, else dot products for bfloat16, else multiply-adds."""
+    if case.query_length == 1:
+        return "read", (measured["read_gb_per_s"] or 0.0) * 1e9
+    if case.dtype == "bf16" and measured["bf16_dot_gflops"]:
+        return "dot", measured["bf16_dot_gflops"] * 1e9
+    return "FMA", (measured["fma_gflops"] or 0.0) * 1e9
+
+
+def share_of_ceiling(case: Case, seconds: float, measured: dict[str, float | None]) -> str:
+    kind, ceiling = ceiling_of(case, measured)
+    work = case.key_value_bytes if kind == "read" else case.flops
+    return f"{100 * work / seconds / ceiling:.0f}% {kind}" if ceiling else ""
+
+
+def report(results: list[dict[str, Any]], measured: dict[str, float | None] | None) -> str:
+    """One row per case: times, flashtile's rate, its share of the ceiling, and the ratios."""
+    libraries = list(
+        dict.fromkeys(name for result in results for name in (*result["seconds"], *result["left_out"]))
+    )
+    others = [library for library in libraries if library != "flashtile"]
+    header = ["case", *libraries, *[f"vs {library}" for library in others], "GFLOP/s", "of ceiling"]
+    rows = []
+    for result in results:
+        fields = {key: value for key, value in result["case"].items() if key != "name"}
+        case = Case(**fields)
+        times = {library: Timing(**timing).median for library, timing in result["seconds"].items()}
+        own = times.get("flashtile")
+        rows.append(
+            [
+                case.name,
+                *[format_seconds(times[library]) if library in times else "-" for library in libraries],
+                *[f"{times[other] / own:.2f}x" if own and other in times else "-" for other in others],
+                f"{case.flops / own / 1e9:.0f}" if own else "-",
+                share_of_ceiling(case, own, measured) if own and measured else "-",
+            ]
+        )
+    return table(header, rows)

@@ -1,0 +1,271 @@
+"""The command line: `flashtile info`, `check`, `bench` and `demo` (also `python -m flashtile`).
+
+Results go to stdout (text, or JSON with --json), progress to stderr. Exit codes: 0 fine, 1 a check failed,
+2 wrong arguments, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from flashtile.bench.cases import Case
+
+_DTYPES = ("fp32", "bf16", "fp16", "fp64")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code."""
+    options = _parser().parse_args(arguments)
+    if options.threads is not None:
+        import torch
+
+        torch.set_num_threads(options.threads)
+    try:
+        return int(options.run(options))
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="flashtile", description="Exact tiled attention for PyTorch: look at it, check it, measure it."
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    _add_info(commands)
+    _add_check(commands)
+    _add_bench(commands)
+    _add_demo(commands)
+    return parser
+
+
+def _command(commands: Any, name: str, summary: str, run: Any, examples: str) -> argparse.ArgumentParser:
+    command: argparse.ArgumentParser = commands.add_parser(
+        name,
+        help=summary,
+        description=summary[0].upper() + summary[1:] + ".",
+        epilog="examples:\n" + "\n".join(f"  {line}" for line in examples.strip().splitlines()),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    command.set_defaults(run=run)
+    command.add_argument("--json", action="store_true", help="print JSON instead of text")
+    command.add_argument("--threads", type=_positive, metavar="N", help="threads to use (default: torch's)")
+    return command
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"expected a number of at least 1, got {text}")
+    return number
+
+
+def _subset(allowed: Sequence[str]) -> Any:
+    """An argparse type: some of `allowed`, separated by commas."""
+
+    def parse(text: str) -> list[str]:
+        chosen = text.split(",")
+        for item in chosen:
+            if item not in allowed:
+                raise argparse.ArgumentTypeError(f"expected some of {','.join(allowed)}, got {item!r}")
+        return chosen
+
+    return parse
+
+
+def _shape(text: str) -> tuple[int, int, int, int]:
+    try:
+        batch, heads, length, head_dim = (_positive(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected BATCH,HEADS,LENGTH,HEAD_DIM, got {text!r}") from None
+    return batch, heads, length, head_dim
+
+
+def _add_info(commands: Any) -> None:
+    info = _command(
+        commands,
+        "info",
+        "instruction set, threads, versions, cache folder, and what serves a call",
+        _info,
+        """flashtile info
+flashtile info --dtype bf16 --heads 32 --kv-heads 8 --query-length 1 --key-length 8192 --head-dim 128
+flashtile info --json""",
+    )
+    call = info.add_argument_group("the call to explain")
+    call.add_argument("--dtype", choices=_DTYPES, default="fp32")
+    call.add_argument("--device", default="cpu")
+    call.add_argument("--heads", type=_positive, default=8, metavar="N")
+    call.add_argument("--kv-heads", type=_positive, metavar="N", help="default: as many as heads")
+    call.add_argument("--query-length", type=_positive, default=4096, metavar="N")
+    call.add_argument("--key-length", type=_positive, metavar="N", help="default: the query length")
+    call.add_argument("--head-dim", type=_positive, default=64, metavar="N")
+    call.add_argument("--value-head-dim", type=_positive, metavar="N", help="default: the head dim")
+
+
+def _info(options: argparse.Namespace) -> int:
+    from flashtile import dispatch
+    from flashtile.bench import machine
+    from flashtile.bench.cases import DTYPES
+
+    names = ("device", "heads", "kv_heads", "query_length", "key_length", "head_dim", "value_head_dim")
+    explanation = dispatch.explain(
+        dtype=DTYPES[options.dtype], **{name: getattr(options, name) for name in names}
+    )
+    facts = machine.describe()
+    if options.json:
+        print(json.dumps({**facts, "call": explanation.splitlines()}, indent=2))
+        return 0
+    versions = facts.pop("versions")
+    assert isinstance(versions, dict)
+    facts |= {"versions": ", ".join(f"{name} {version}" for name, version in versions.items())}
+    for name, fact in facts.items():
+        if fact is not None:
+            print(f"{name.replace('_', ' '):<16} {fact}")
+    print("\n" + explanation)
+    return 0
+
+
+def _add_check(commands: Any) -> None:
+    check = _command(
+        commands,
+        "check",
+        "test every dtype and option on this machine against float64; exit code 1 if one fails",
+        _check,
+        """flashtile check
+flashtile check --dtype fp32,bf16
+flashtile check --json > check.json && echo fine""",
+    )
+    check.add_argument(
+        "--dtype", type=_subset(_DTYPES), metavar="LIST", help="fp32,bf16,fp16,fp64; default: all"
+    )
+
+
+def _check(options: argparse.Namespace) -> int:
+    from flashtile.bench import check
+    from flashtile.bench.cases import DTYPES
+
+    chosen = tuple(DTYPES[name] for name in options.dtype) if options.dtype else check.DTYPES
+    verdicts = list(check.run(dtypes=chosen))
+    if options.json:
+        print(json.dumps([{**asdict(verdict), "passed": verdict.passed} for verdict in verdicts], indent=2))
+    else:
+        print(check.report(verdicts))
+    return 0 if all(verdict.passed for verdict in verdicts) else 1
+
+
+def _add_bench(commands: Any) -> None:
+    bench = _command(
+        commands,
+        "bench",
+        "time flashtile beside torch's SDPA and standard attention",
+        _bench,
+        """flashtile bench
+flashtile bench --shape 1,8,4096,128 --dtype bf16 --causal both
+flashtile bench --group decode,small --rounds 15
+flashtile bench --shape 1,32,1,128 --kv-heads 8 --key-length 8192 --json > decode.json
+
+`python -m benchmarks.cpu` in a checkout compares with other libraries, too.""",
+    )
+    bench.add_argument(
+        "--shape", type=_shape, action="append", metavar="B,H,S,D", help="repeatable; default: 1,8,2048,64"
+    )
+    bench.add_argument("--kv-heads", type=_positive, metavar="N", help="default: as many as heads")
+    bench.add_argument("--key-length", type=_positive, metavar="N", help="default: the query length")
+    bench.add_argument("--dtype", type=_subset(_DTYPES), default=["fp32", "bf16", "fp16"], metavar="LIST")
+    bench.add_argument("--causal", choices=("yes", "no", "both"), default="no")
+    bench.add_argument(
+        "--pass",
+        dest="direction",
+        type=_subset(("forward", "backward")),
+        default=["forward", "backward"],
+        metavar="LIST",
+        help="forward,backward; default: both",
+    )
+    bench.add_argument(
+        "--group",
+        type=_subset(("long", "decode", "small")),
+        metavar="LIST",
+        help="ready cases instead of --shape: long,decode,small",
+    )
+    bench.add_argument(
+        "--against", type=_subset(("torch", "standard")), default=["torch", "standard"], metavar="LIST"
+    )
+    bench.add_argument("--rounds", type=_positive, default=7, help="measurements of each; the median counts")
+    bench.add_argument("--seconds", type=float, default=10, help="at most about this long per case")
+    bench.add_argument("--no-ceilings", action="store_true", help="do not measure what the machine can do")
+
+
+def _bench(options: argparse.Namespace) -> int:
+    from flashtile.bench import compare, machine
+
+    measured = None if options.no_ceilings else compare.measure_ceilings()
+    cases, libraries = _bench_cases(options), ["flashtile", *options.against]
+    results = compare.measure(cases, libraries, options.rounds, options.seconds)
+    facts = machine.describe()
+    if options.json:
+        print(json.dumps({"machine": facts, "ceilings": measured, "results": results}, indent=2))
+        return 0
+    print(f"{facts['cpu']}, {facts['threads']} threads, {facts['instruction_set']}")
+    if measured:
+        print(", ".join(f"{name.replace('_', ' ')} {value:.0f}" for name, value in measured.items() if value))
+    print(compare.report(results, measured))
+    for result in results:
+        for library, reason in result["left_out"].items():
+            print(f"  left out: {library} for {result['case']['name']}: {reason}")
+    return 0
+
+
+def _bench_cases(options: argparse.Namespace) -> list[Case]:
+    from flashtile.bench.cases import Case, all_cases
+
+    if options.group:
+        return [case for case in all_cases() if case.group in options.group]
+    causal = {"yes": (True,), "no": (False,), "both": (False, True)}[options.causal]
+    base = [Case("shape", *shape) for shape in options.shape or [(1, 8, 2048, 64)]]
+    return [
+        replace(
+            case,
+            dtype=dtype,
+            causal=is_causal,
+            direction=direction,
+            kv_heads=options.kv_heads,
+            key_length=options.key_length,
+        )
+        for case in base
+        for direction in options.direction
+        for dtype in options.dtype
+        for is_causal in causal
+    ]
+
+
+def _add_demo(commands: Any) -> None:
+    demo = _command(
+        commands,
+        "demo",
+        "a language model with and without flashtile, then exactness, speed and memory",
+        _demo,
+        """flashtile demo
+flashtile demo --quick
+flashtile demo --output results --minutes 10""",
+    )
+    demo.add_argument("--output", type=Path, default=Path("demo"), help="folder for demo.png and demo.json")
+    demo.add_argument("--minutes", type=float, default=4, help="aim for at most this long (default: 4)")
+    demo.add_argument(
+        "--quick", action="store_true", help="small sizes: a look at everything in well under a minute"
+    )
+
+
+def _demo(options: argparse.Namespace) -> int:
+    from flashtile.bench import demo
+
+    result = demo.run(options.output, minutes=options.minutes, quick=options.quick, quiet=options.json)
+    if options.json:
+        print(json.dumps(result, indent=2))
+    return 0 if result["agrees"] else 1
