@@ -7,6 +7,7 @@ from typing import Literal, NoReturn, overload
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from flashtile import dispatch, torch_ops
 from flashtile.masks import Intervals, Mask
@@ -167,6 +168,7 @@ def _undisturbed(query: Tensor, key: Tensor, value: Tensor) -> bool:
         and torch._C._dispatch_tls_local_include_set().raw_repr() in _INCLUDED_KEYS
         and not torch._C._len_torch_function_stack()
         and not torch._C._autograd._profiler_enabled()
+        and forward_ad._current_level < 0
     )
 
 
@@ -278,8 +280,9 @@ def _broadcastable(name: str, tensor: Tensor, query: Tensor, key_length: int, th
     shape = tensor.shape
     if three_dims:
         full = (batch, query_length, key_length)
+    # Not `size in (1, expected)`: torch.compile decides membership of symbolic sizes by identity.
     if len(shape) > len(full) or any(
-        size not in (1, expected) for size, expected in zip(reversed(shape), reversed(full), strict=False)
+        size != 1 and size != expected for size, expected in zip(reversed(shape), reversed(full), strict=False)
     ):
         sizes = "batch, query_length, key_length" if three_dims else "batch, heads, query_length, key_length"
         raise ValueError(f"{name} must broadcast to ({sizes}) = {full}, got {_shape(tensor)}")
@@ -291,7 +294,8 @@ def _broadcastable(name: str, tensor: Tensor, query: Tensor, key_length: int, th
 def _checked_slopes(slopes: object, query: Tensor) -> Tensor:
     slopes = _checked_floats("alibi_slopes", slopes, query)
     batch, heads = query.shape[:2]
-    if slopes.dim() not in (1, 2) or slopes.shape[-1] != heads or (slopes.dim() == 2 and slopes.shape[0] not in (1, batch)):
+    rows = slopes.shape[0] if slopes.dim() == 2 else 1
+    if slopes.dim() not in (1, 2) or slopes.shape[-1] != heads or (rows != 1 and rows != batch):
         raise ValueError(
             f"alibi_slopes must have shape (heads,) = ({heads},) or (batch, heads) = ({batch}, {heads}), got {_shape(slopes)}"
         )

@@ -8,12 +8,14 @@ The backward recomputes the probabilities from the LSE (FlashAttention-2, sectio
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
+from torch._functorch.utils import enable_single_level_autograd_function
 
-from flashtile import dispatch
+from flashtile import dispatch, torch_vmap
 from flashtile.problem import AttentionProblem, Gradients, compute_dtype
 
 _LIBRARY = torch.library.Library("flashtile", "DEF")
@@ -135,29 +137,67 @@ def _backward_fake(
     )
 
 
-def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*inputs[:_TENSORS], *output)
-    ctx.numbers = inputs[_TENSORS:]
+_ALTERNATIVE = "flashtile.reference.attention, plain PyTorch, has every derivative"
 
 
-def _differentiate(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-    *inputs, out, lse = ctx.saved_tensors
-    wanted = [ctx.needs_input_grad[position] for position in _DIFFERENTIABLE]
-    results: list[Tensor | None] = [None] * (_TENSORS + len(ctx.numbers))
-    if grad_out is not None or grad_lse is not None:
-        grad_out = torch.zeros_like(out) if grad_out is None else grad_out
-        gradients = attention_backward(grad_out, grad_lse, out, lse, wanted, *inputs, *ctx.numbers)
-        for position, flag, gradient in zip(_DIFFERENTIABLE, wanted, gradients, strict=True):
-            results[position] = gradient if flag else None
-    return tuple(results)
+# Not torch.library.register_autograd: its formula is refused inside torch.func.grad and vjp. A function of a single
+# level is what those transforms want from an operator's own autograd kernel, as they get it from PyTorch's operators.
+class _Forward(torch.autograd.function._SingleLevelFunction):
+    @staticmethod
+    def forward(ctx: Any, keyset: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
+        out, lse = _below_autograd(attention_forward, keyset, inputs)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*inputs[:_TENSORS], out, lse)
+        ctx.numbers = inputs[_TENSORS:]
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+        *inputs, out, lse = ctx.saved_tensors
+        wanted = [ctx.needs_input_grad[1 + position] for position in _DIFFERENTIABLE]
+        results: list[Tensor | None] = [None] * (1 + _TENSORS + len(ctx.numbers))
+        if grad_out is not None or grad_lse is not None:
+            grad_out = torch.zeros_like(out) if grad_out is None else grad_out
+            gradients = attention_backward(grad_out, grad_lse, out, lse, wanted, *inputs, *ctx.numbers)
+            for position, flag, gradient in zip(_DIFFERENTIABLE, wanted, gradients, strict=True):
+                results[1 + position] = gradient if flag else None
+        return tuple(results)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None) -> NoReturn:
+        raise NotImplementedError(f"flashtile.attention has no forward-mode derivative; {_ALTERNATIVE}")
 
 
-def _refuse_double_backward(ctx: Any, *gradients: Tensor | None) -> None:
-    raise NotImplementedError(
-        "flashtile.attention has no second derivative: call backward() or torch.autograd.grad() without "
-        "create_graph=True, or use flashtile.reference.attention, which PyTorch differentiates any number of times"
-    )
+class _Backward(torch.autograd.function._SingleLevelFunction):
+    @staticmethod
+    def forward(ctx: Any, keyset: Any, *inputs: Any) -> tuple[Tensor, ...]:
+        return _below_autograd(attention_backward, keyset, inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> NoReturn:
+        raise NotImplementedError(f"flashtile.attention has no second derivative; {_ALTERNATIVE}")
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None) -> NoReturn:
+        raise NotImplementedError(f"flashtile.attention has no second derivative; {_ALTERNATIVE}")
+
+
+def _below_autograd(operator: Any, keyset: Any, inputs: tuple[Any, ...]) -> Any:
+    with torch._C._AutoDispatchBelowAutograd():
+        return operator.redispatch(keyset & torch._C._after_autograd_keyset, *inputs)
+
+
+def _recorded(function: Any, operator: Any) -> Callable[..., Any]:
+    """The autograd kernel of ``operator``: records ``function`` where a gradient is asked for."""
+
+    def kernel(keyset: Any, *inputs: Any) -> Any:
+        recording = torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in inputs)
+        if recording or forward_ad._current_level >= 0:
+            with enable_single_level_autograd_function():
+                return function.apply(keyset, *inputs)
+        return _below_autograd(operator, keyset, inputs)
+
+    return kernel
 
 
 def _define(name: str, schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> Any:
@@ -177,7 +217,11 @@ attention_backward = _define(
     _backward,
     _backward_fake,
 )
-torch.library.register_autograd(
-    "flashtile::attention_forward", _differentiate, setup_context=_save_for_backward, lib=_LIBRARY
+_LIBRARY.impl("attention_forward", _recorded(_Forward, attention_forward), "Autograd", with_keyset=True)
+_LIBRARY.impl("attention_backward", _recorded(_Backward, attention_backward), "Autograd", with_keyset=True)
+torch.library.register_vmap(
+    "flashtile::attention_forward", torch_vmap.forward_rule(attention_forward), lib=_LIBRARY
 )
-torch.library.register_autograd("flashtile::attention_backward", _refuse_double_backward, lib=_LIBRARY)
+torch.library.register_vmap(
+    "flashtile::attention_backward", torch_vmap.backward_rule(attention_backward), lib=_LIBRARY
+)
