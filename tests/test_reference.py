@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 
 import pytest
@@ -11,39 +12,14 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from flashtile.dropout import dropout_mask
-from flashtile.masks import Mask, causal, documents, key_lengths, window
+from flashtile.masks import causal, documents, key_lengths, window
 from flashtile.problem import AttentionProblem
 from flashtile.reference import attention, cast, visible_keys
+from tests.oracle import DIFFERENTIABLE, random_problem
 
-DIFFERENTIABLE = ("query", "key", "value", "bias", "alibi_slopes", "sinks")
-
-
-def problem_of(
-    *,
-    batch: int = 2,
-    heads: int = 4,
-    kv_heads: int = 2,
-    query_length: int = 5,
-    key_length: int = 7,
-    head_dim: int = 8,
-    value_head_dim: int = 6,
-    mask: Mask | None = None,
-    **options: object,
-) -> AttentionProblem:
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, dtype=torch.float64)
-
-    query = normal(batch, heads, query_length, head_dim)
-    if mask is not None:
-        intervals = mask.resolve(batch, query_length, key_length, query.device)._asdict()
-        options = {**intervals, "mask": intervals["dense"], **options}
-        del options["dense"]
-    return AttentionProblem(
-        query=query,
-        key=normal(batch, kv_heads, key_length, head_dim),
-        value=normal(batch, kv_heads, key_length, value_head_dim),
-        **{"scale": head_dim**-0.5, **options},
-    )
+problem_of = functools.partial(
+    random_problem, query_length=5, key_length=7, head_dim=8, value_head_dim=6, dtype=torch.float64
+)
 
 
 def with_grad(problem: AttentionProblem) -> AttentionProblem:
