@@ -45,6 +45,8 @@ SPLIT_KEYS, SPACE, PROGRESS, GRAD_SLOPES = (_fields(1) for _ in range(4))  # of 
 TILE_KEYS = _fields(1)
 # Offsets of the parts of one worker's scratch memory.
 AT_QUERY, AT_SCORES, AT_OUT, AT_KEY, AT_VALUE, AT_BIAS, AT_ROWS = (_fields(1) for _ in range(7))
+AT_KEY_COLUMNS, AT_GRAD_OUT, AT_QUERY_ROWS, AT_GRAD_OUT_ROWS, AT_GRAD_SCORES = (_fields(1) for _ in range(5))
+AT_SLOPE, AT_ROUNDED, AT_GRAD_ROUNDED, AT_GRAD_KEY, AT_GRAD_VALUE = (_fields(1) for _ in range(5))
 SIZE = next(_index)
 
 UNBOUNDED = 1 << 40

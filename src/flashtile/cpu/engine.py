@@ -10,6 +10,7 @@ import torch
 from numba import types
 
 from . import call as c
+from . import backward as backward_pass
 from . import forward as forward_pass
 from .cache import DiskCache
 from .rows import TABLE_BYTES
@@ -19,7 +20,7 @@ from .workers import run
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ..problem import AttentionProblem
+    from ..problem import AttentionProblem, Gradients
 
 _KINDS = {
     torch.float64: FLOAT64,
@@ -86,3 +87,104 @@ def forward(problem: AttentionProblem, out: Tensor, lse: Tensor) -> None:
     )
     work = 2.0 * batch * heads * query_length * key_length * (head_dim + value_dim)
     run(compiled(forward_pass.forward, kind), call, batch * kv_heads * tiles, scratch, work)
+
+
+def backward(
+    problem: AttentionProblem,
+    out: Tensor,
+    lse: Tensor,
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    gradients: Gradients,
+) -> None:
+    """Writes every gradient that is wanted, from the saved O and LSE."""
+    query, value = problem.query, problem.value
+    batch, heads, query_length, head_dim = query.shape
+    key_length, value_dim = value.shape[2], value.shape[3]
+    delta = torch.zeros_like(lse, memory_format=torch.contiguous_format) if grad_lse is None else -grad_lse
+    if 0 in (batch, heads, query_length, key_length):
+        _fill_empty(problem, gradients)
+    else:
+        kind, call = _KINDS[query.dtype], c.describe(problem)
+        if grad_out.stride(-1) != 1:
+            grad_out = grad_out.contiguous()
+        for tensor, at in ((out, c.OUT), (grad_out, c.GRAD_OUT), (gradients.query, c.GRAD_QUERY)):
+            c.put(call, at, c.tensor_fields(tensor))
+        for tensor, at in ((gradients.key, c.GRAD_KEY), (gradients.value, c.GRAD_VALUE)):
+            c.put(call, at, c.tensor_fields(tensor))
+        for tensor, at in ((lse, c.LSE), (delta, c.DELTA)):
+            c.put(call, at, c.tensor_fields(tensor, 3))
+        size = float(query_length) * value_dim * batch * heads
+        run(compiled(backward_pass.row_deltas, kind), call, batch * heads, 0, 4 * size)
+        work = 4.0 * size * key_length + 6.0 * size / max(value_dim, 1) * head_dim * key_length
+        _run_backward(problem, kind, call, gradients, work)
+    if gradients.sinks is not None and problem.sinks is not None:
+        # The sink's probability is exp(sink - LSE), and its value is 0: dS = P (0 - delta).
+        share = torch.exp(problem.sinks.view(1, -1, 1) - lse).masked_fill(lse == -torch.inf, 0.0)
+        _sum_into(gradients.sinks, -(share * delta), (0, 2))
+
+
+def _fill_empty(problem: AttentionProblem, gradients: Gradients) -> None:
+    for tensor in (gradients.query, gradients.key, gradients.value, gradients.bias, gradients.alibi_slopes):
+        if tensor is not None:
+            tensor.zero_()
+
+
+def _sum_into(target: Tensor, terms: Tensor, dims: tuple[int, ...]) -> None:
+    """Sums on one thread: torch's own sum splits its work by the number of threads, and the bits would follow."""
+    total = terms.contiguous().numpy().sum(axis=dims)
+    target.copy_(torch.from_numpy(total).view(target.shape) if dims else terms.view(target.shape))
+
+
+def _run_backward(problem: AttentionProblem, kind: Kind, call: array[int], gradients: Gradients, work: float) -> None:
+    batch, heads, query_length, head_dim = problem.query.shape
+    key_length, value_dim = problem.value.shape[2], problem.value.shape[3]
+    width, size, kv_heads = forward_pass.COLUMNS * kind.lanes, kind.compute_size, call[c.KV_HEADS]
+    tiles = -(-query_length * call[c.GROUP] // width)
+    keys = tile_keys(head_dim, value_dim)
+    split = split_keys(head_dim, value_dim)
+    splits = -(-key_length // split)
+    compute = problem.query.dtype if size == 8 else torch.float32
+    space = torch.empty(batch * kv_heads * tiles * head_dim * width, dtype=compute)
+    progress = array("q", bytes(8 * batch * kv_heads * splits))
+    bias, slopes = None, None
+    if gradients.bias is not None:
+        # Broadcast rows or columns collect per head; a full plane collects in place, its sharers taking turns.
+        plane = gradients.bias.shape[2:]
+        in_place = plane == (query_length, key_length)
+        bias = gradients.bias.zero_() if in_place else torch.zeros(batch, heads, *plane, dtype=compute)
+        c.put(call, c.GRAD_BIAS, c.tensor_fields(bias))
+    if gradients.alibi_slopes is not None:
+        slopes = torch.zeros(batch, heads, splits, dtype=compute)
+        call[c.GRAD_SLOPES] = slopes.data_ptr()
+    call[c.TILES], call[c.TILE_KEYS], call[c.SPLIT_KEYS], call[c.SPLITS] = tiles, keys, split, splits
+    call[c.SPACE], call[c.PROGRESS] = space.data_ptr(), c.address(progress)
+    key_row, value_row = _padded(kind, head_dim) * size, _padded(kind, value_dim) * size
+    scratch = _lay_out(
+        call,
+        {
+            c.AT_ROWS: TABLE_BYTES,
+            c.AT_QUERY: width * key_row,
+            c.AT_GRAD_OUT: width * value_row,
+            c.AT_QUERY_ROWS: width * key_row,
+            c.AT_GRAD_OUT_ROWS: width * value_row,
+            **dict.fromkeys((c.AT_SCORES, c.AT_GRAD_SCORES, c.AT_SLOPE, c.AT_BIAS), keys * width * size),
+            **dict.fromkeys((c.AT_ROUNDED, c.AT_GRAD_ROUNDED), keys * width * 2),
+            **dict.fromkeys((c.AT_KEY, c.AT_KEY_COLUMNS, c.AT_GRAD_KEY), split * key_row),
+            **dict.fromkeys((c.AT_VALUE, c.AT_GRAD_VALUE), split * value_row),
+        },
+    )
+    run(compiled(backward_pass.backward, kind), call, batch * kv_heads * splits, scratch, work)
+    if gradients.bias is not None and bias is not None and bias is not gradients.bias:
+        _sum_into(gradients.bias, bias, _broadcast_dims(bias, gradients.bias))
+    if gradients.alibi_slopes is not None and slopes is not None:
+        _sum_into(gradients.alibi_slopes, slopes, (0, 2) if gradients.alibi_slopes.shape[0] == 1 else (2,))
+
+
+def _broadcast_dims(full: Tensor, target: Tensor) -> tuple[int, ...]:
+    return tuple(i for i, (n, m) in enumerate(zip(full.shape, target.shape, strict=True)) if n != m)
+
+
+def split_keys(head_dim: int, value_dim: int) -> int:
+    """Keys whose dK and dV one task of the backward pass owns: their accumulators stay in the second-level cache."""
+    return 512 if max(head_dim, value_dim) <= 64 else 256 if max(head_dim, value_dim) <= 128 else 128

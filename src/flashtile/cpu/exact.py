@@ -7,10 +7,26 @@ from __future__ import annotations
 
 from numba import njit
 
-from .call import VALUE, VALUE_DIM, field
-from .rows import COUNT, tensor_at
+from .call import (
+    AT_GRAD_KEY,
+    AT_GRAD_ROUNDED,
+    AT_GRAD_SCORES,
+    AT_GRAD_VALUE,
+    AT_ROUNDED,
+    AT_ROWS,
+    AT_SCORES,
+    GRAD_OUT,
+    HEAD_DIM,
+    KEY,
+    QUERY,
+    VALUE,
+    VALUE_DIM,
+    field,
+)
+from .rows import COUNT, GRAD_OUT_ROW, QUERY_ROW, tensor_at
 from .scores import sees
 from .simd import compute_size, is_pairs, peek, peek_int64, poke, read
+from .stage import padded
 
 
 @njit(inline="always")
@@ -33,3 +49,37 @@ def accumulate_exactly(kind, call, table, probabilities, out, batch, kv_head, fi
                 for d in range(field(call, VALUE_DIM)):
                     at = out + (d * width + lane) * size
                     poke(kind, at, peek(kind, at) + p * read(kind, value + d * step))
+
+
+@njit(inline="always")
+def _rounded(kind, tile, width, key, lane):
+    """One entry of P or dS as the products of the backward pass read it."""
+    if is_pairs(kind):
+        return read(kind, tile + (key * width + lane) * 2)
+    return peek(kind, tile + (key * width + lane) * compute_size(kind))
+
+
+@njit
+def backward_exactly(kind, call, scratch, batch, kv_head, first, inside, keys, grad_query, width):
+    """dV += P^T dO, dK += dS^T Q, dQ^T += K^T dS^T over visible entries only."""
+    size, table = compute_size(kind), scratch + field(call, AT_ROWS)
+    head_dim, value_dim = field(call, HEAD_DIM), field(call, VALUE_DIM)
+    p_tile = scratch + field(call, AT_ROUNDED if is_pairs(kind) else AT_SCORES)
+    ds_tile = scratch + field(call, AT_GRAD_ROUNDED if is_pairs(kind) else AT_GRAD_SCORES)
+    for j in range(keys):
+        key = tensor_at(call, KEY, batch, kv_head, first + j)
+        grad_key = scratch + field(call, AT_GRAD_KEY) + (inside + j) * padded(kind, head_dim) * size
+        grad_value = scratch + field(call, AT_GRAD_VALUE) + (inside + j) * padded(kind, value_dim) * size
+        for lane in range(peek_int64(table + COUNT)):
+            if not sees(kind, call, table, lane, first + j):
+                continue
+            p, ds = _rounded(kind, p_tile, width, j, lane), _rounded(kind, ds_tile, width, j, lane)
+            query, grad_out = peek_int64(table + QUERY_ROW + 8 * lane), peek_int64(table + GRAD_OUT_ROW + 8 * lane)
+            for d in range(value_dim):
+                at = grad_value + d * size
+                poke(kind, at, peek(kind, at) + p * read(kind, grad_out + d * field(call, GRAD_OUT + 4)))
+            for d in range(head_dim):
+                at = grad_key + d * size
+                poke(kind, at, peek(kind, at) + ds * read(kind, query + d * field(call, QUERY + 4)))
+                at = grad_query + (d * width + lane) * size
+                poke(kind, at, peek(kind, at) + ds * read(kind, key + d * field(call, KEY + 4)))

@@ -35,7 +35,7 @@ from .call import (
 )
 from .gemm import COLUMNS, multiply
 from .exact import accumulate_exactly
-from .operands import all_finite, key_operand, value_operand
+from .operands import all_finite, key_operand, columns_operand
 from .rows import (
     COUNT,
     FACTOR,
@@ -114,7 +114,9 @@ def forward_keys(kind, call, scratch, batch, kv_head, first, keys):
     if partial and not all_finite(kind, call, VALUE, batch, kv_head, first, keys, VALUE_DIM):
         accumulate_exactly(kind, call, table, scores, out, batch, kv_head, first, keys, width)
         return
-    a, a_row, a_col, depth = value_operand(kind, call, batch, kv_head, first, keys, scratch + field(call, AT_VALUE))
+    a, a_row, a_col, depth = columns_operand(
+        kind, call, VALUE, batch, kv_head, first, keys, VALUE_DIM, scratch + field(call, AT_VALUE)
+    )
     multiply(kind, a, a_row, a_col, scores, row, out, row, value_dim, depth, vectors, True)
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from numba import njit
 
-from .call import HEAD_DIM, VALUE, VALUE_DIM, field
-from .rows import tensor_at
+from .call import GRAD_OUT, HEAD_DIM, QUERY, VALUE, VALUE_DIM, field
+from .rows import COUNT, GRAD_OUT_ROW, QUERY_ROW, tensor_at
 from .simd import (
     all_lanes,
     compute_size,
@@ -14,6 +14,7 @@ from .simd import (
     itemsize,
     lanes,
     load_stored,
+    peek_int64,
     read,
     splat,
 )
@@ -39,23 +40,17 @@ def key_operand(kind, call, tensor, batch, kv_head, first, keys, dim, space):
 
 
 @njit
-def value_operand(kind, call, batch, kv_head, first, keys, space):
-    """Values as A of O^T += V^T P^T: address, strides of number and key (or pair of keys), keys (or pairs)."""
-    count, step, row_step = field(call, VALUE_DIM), field(call, VALUE + 4), field(call, VALUE + 3)
-    return columns_operand(kind, tensor_at(call, VALUE, batch, kv_head, first), row_step, step, keys, count, space)
-
-
-@njit
-def columns_operand(kind, source, row_step, step, rows, count, space):
-    """Rows of a tensor as the transposed A of a product that sums over rows."""
-    row = padded(kind, count) * compute_size(kind)
+def columns_operand(kind, call, tensor, batch, kv_head, first, keys, dim, space):
+    """Values (or keys) as A of O^T += V^T P^T: address, strides of number and key (or pair of keys), keys (or pairs)."""
+    count, step, row_step = field(call, dim), field(call, tensor + 4), field(call, tensor + 3)
+    source, row = tensor_at(call, tensor, batch, kv_head, first), padded(kind, count) * compute_size(kind)
     if is_pairs(kind):
-        stage_row_pairs(kind, source, row_step, step, rows, count, space, row)
-        return space, 4, row, (rows + 1) // 2
+        stage_row_pairs(kind, source, row_step, step, keys, count, space, row)
+        return space, 4, row, (keys + 1) // 2
     if is_widened(kind):
-        stage_natural(kind, source, row_step, step, rows, count, space, row)
-        return space, compute_size(kind), row, rows
-    return source, step, row_step, rows
+        stage_natural(kind, source, row_step, step, keys, count, space, row)
+        return space, compute_size(kind), row, keys
+    return source, step, row_step, keys
 
 
 @njit
@@ -64,6 +59,18 @@ def all_finite(kind, call, tensor, batch, kv_head, first, rows, dim):
     return rows_finite(
         kind, tensor_at(call, tensor, batch, kv_head, first), field(call, tensor + 3), field(call, tensor + 4), rows, field(call, dim)
     )
+
+
+@njit
+def lanes_finite(kind, call, table):
+    """The same for the rows of Q and dO that the lanes hold."""
+    for lane in range(peek_int64(table + COUNT)):
+        query, grad_out = peek_int64(table + QUERY_ROW + 8 * lane), peek_int64(table + GRAD_OUT_ROW + 8 * lane)
+        if not rows_finite(kind, query, 0, field(call, QUERY + 4), 1, field(call, HEAD_DIM)):
+            return False
+        if not rows_finite(kind, grad_out, 0, field(call, GRAD_OUT + 4), 1, field(call, VALUE_DIM)):
+            return False
+    return True
 
 
 @njit

@@ -92,18 +92,38 @@ def stage_query(kind, addresses, step, count, target, target_row, width):
 
 
 @njit
-def stage_natural(kind, source, row_step, step, rows, count, target, target_row):
-    """target[row][d], widened, zeros up to whole vectors."""
+def _stage_row(kind, at, step, count, to):
+    """One row widened, zeros up to whole vectors."""
     n, size = lanes(kind), compute_size(kind)
     whole = count // n * n if step == itemsize(kind) else 0
+    for d in range(0, whole, n):
+        store(to + d * size, load_stored(kind, at + d * step))
+    for d in range(whole, count):
+        poke(kind, to + d * size, read(kind, at + d * step))
+    for d in range(count, padded(kind, count)):
+        poke(kind, to + d * size, 0.0)
+
+
+@njit
+def _stage_pair(kind, low, high, step, count, to):
+    """Two rows of bfloat16 interleaved, zeros up to whole vectors; a missing row (high = 0) counts as zeros."""
+    n = lanes(kind)
+    whole = count // n * n if step == 2 else 0
+    for d in range(0, whole, n):
+        interleave(kind, low + 2 * d, high + 2 * d if high != 0 else 0, to + 4 * d)
+    for d in range(whole, count):
+        write(kind, to + 4 * d, read(kind, low + d * step))
+        write(kind, to + 4 * d + 2, read(kind, high + d * step) if high != 0 else 0.0)
+    for d in range(count, padded(kind, count)):
+        write(kind, to + 4 * d, 0.0)
+        write(kind, to + 4 * d + 2, 0.0)
+
+
+@njit
+def stage_natural(kind, source, row_step, step, rows, count, target, target_row):
+    """target[row][d], widened, zeros up to whole vectors."""
     for row in range(rows):
-        at, to = source + row * row_step, target + row * target_row
-        for d in range(0, whole, n):
-            store(to + d * size, load_stored(kind, at + d * step))
-        for d in range(whole, count):
-            poke(kind, to + d * size, read(kind, at + d * step))
-        for d in range(count, padded(kind, count)):
-            poke(kind, to + d * size, 0.0)
+        _stage_row(kind, source + row * row_step, step, count, target + row * target_row)
 
 
 @njit
@@ -118,20 +138,25 @@ def stage_stored(kind, source, row_step, step, rows, count, target, target_row):
 
 @njit
 def stage_row_pairs(kind, source, row_step, step, rows, count, target, target_row):
-    """target[row // 2][d] = the pair (row, row + 1) of number d; a missing last row counts as zeros."""
-    n, size = lanes(kind), itemsize(kind)
-    whole = count // n * n if step == size else 0
+    """target[row // 2][d] = the pair (row, row + 1) of number d."""
     for row in range(0, rows, 2):
-        low, to = source + row * row_step, target + row // 2 * target_row
-        high = low + row_step if row + 1 < rows else 0
-        for d in range(0, whole, n):
-            interleave(kind, low + d * size, high + d * size if high != 0 else 0, to + 4 * d)
-        for d in range(whole, count):
-            write(kind, to + 4 * d, read(kind, low + d * step))
-            write(kind, to + 4 * d + 2, read(kind, high + d * step) if high != 0 else 0.0)
-        for d in range(count, padded(kind, count)):
-            write(kind, to + 4 * d, 0.0)
-            write(kind, to + 4 * d + 2, 0.0)
+        low = source + row * row_step
+        _stage_pair(kind, low, low + row_step if row + 1 < rows else 0, step, count, target + row // 2 * target_row)
+
+
+@njit
+def stage_lanes(kind, addresses, step, rows, count, target, target_row, width):
+    """The rows of all lanes, one behind the other (pairs of rows for pair kinds); lanes from `rows` on are zeros."""
+    used = (rows + 1) // 2 if is_pairs(kind) else rows
+    for i in range(used):
+        if is_pairs(kind):
+            low = peek_int64(addresses + 16 * i)
+            high = peek_int64(addresses + 16 * i + 8) if 2 * i + 1 < rows else 0
+            _stage_pair(kind, low, high, step, count, target + i * target_row)
+        else:
+            _stage_row(kind, peek_int64(addresses + 8 * i), step, count, target + i * target_row)
+    total = width // 2 if is_pairs(kind) else width
+    fill(kind, target + used * target_row, target_row, total - used, padded(kind, count), 0.0)
 
 
 @njit
@@ -151,16 +176,16 @@ def unstage_transposed(kind, source, source_row, factors, addresses, step, count
 
 
 @njit
-def unstage_natural(kind, source, source_row, target, row_step, step, rows, count):
-    """Row, number d = source[row][d], rounded to the tensor's dtype."""
+def unstage_natural(kind, source, source_row, factor, target, row_step, step, rows, count):
+    """Row, number d = source[row][d] * factor, rounded to the tensor's dtype."""
     n, size = lanes(kind), compute_size(kind)
     whole = count // n * n if step == itemsize(kind) else 0
     for row in range(rows):
         at, to = source + row * source_row, target + row * row_step
         for d in range(0, whole, n):
-            store_stored(kind, to + d * step, load(kind, at + d * size))
+            store_stored(kind, to + d * step, load(kind, at + d * size) * splat(kind, factor))
         for d in range(whole, count):
-            write(kind, to + d * step, peek(kind, at + d * size))
+            write(kind, to + d * step, peek(kind, at + d * size) * factor)
 
 
 @njit

@@ -148,6 +148,41 @@ def scatter_block(tc: Any, kind: Any, source: Any, stride: Any, factor: Any, add
     return types.void(kind, types.int64, types.int64, vector, types.int64, types.int64), gen
 
 
+@intrinsic
+def add_block(tc: Any, kind: Any, source: Any, stride: Any, addresses: Any, shift: Any) -> Any:
+    """Number d of the row of compute numbers at addresses[lane] + shift += source[d][lane]; rows are distinct."""
+    k, vector = kind.kind, kind.vector
+
+    def gen(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
+        _, source_value, stride_value, table, shift_value = args
+        places = [pointer(b, offset(b, source_value, i, stride_value), vector.llvm) for i in range(k.lanes)]
+        for i, row in enumerate(_transpose(b, [b.load(place, align=4) for place in places])):
+            place = pointer(b, _address_at(b, table, i, shift_value), vector.llvm)
+            b.store(b.fadd(b.load(place, align=4), row), place, align=4)
+        return ctx.get_dummy_value()
+
+    return types.void(kind, types.int64, types.int64, types.int64, types.int64), gen
+
+
+@intrinsic
+def sum_lanes(tc: Any, kind: Any, x: Any) -> Any:
+    """The sum over all lanes, pairwise."""
+    n = kind.kind.lanes
+
+    def gen(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
+        total, width = args[1], n
+        while width > 1:
+            width //= 2
+            halves = [
+                b.shuffle_vector(total, total, ir.Constant(ir.VectorType(I32, width), list(range(s, s + width))))
+                for s in (0, width)
+            ]
+            total = b.fadd(*halves)
+        return b.extract_element(total, ir.Constant(I32, 0))
+
+    return kind.kind.compute(kind, kind.vector), gen
+
+
 # bfloat16 pairs: two numbers that meet in one dot product, low half first.
 
 

@@ -1,0 +1,296 @@
+"""Backward pass: FlashAttention-2, algorithm 2. P is recomputed from LSE; five products of one shape per tile.
+
+One task owns the dK and dV of one split of the keys and runs over all tiles of query rows. dQ of a row tile
+collects from every split in order: a split waits until the one before it has passed the tile, so the bits do not
+depend on the threads, and no atomics on floats are needed.
+"""
+
+from __future__ import annotations
+
+import math
+
+from numba import njit
+
+from .atomics import fetch_add, publish, wait_above
+from .call import (
+    AT_BIAS,
+    AT_GRAD_KEY,
+    AT_GRAD_OUT,
+    AT_GRAD_OUT_ROWS,
+    AT_GRAD_ROUNDED,
+    AT_GRAD_SCORES,
+    AT_GRAD_VALUE,
+    AT_KEY,
+    AT_KEY_COLUMNS,
+    AT_QUERY,
+    AT_QUERY_ROWS,
+    AT_ROUNDED,
+    AT_ROWS,
+    AT_SCORES,
+    AT_SLOPE,
+    AT_VALUE,
+    BIAS,
+    DELTA,
+    GRAD_BIAS,
+    GRAD_KEY,
+    GRAD_OUT,
+    GRAD_QUERY,
+    GRAD_VALUE,
+    GROUP,
+    HEAD_DIM,
+    KEY,
+    KEY_LENGTH,
+    KV_HEADS,
+    LSE,
+    MASK,
+    NEXT_TASK,
+    OUT,
+    PROGRESS,
+    QUERY,
+    QUERY_LENGTH,
+    SCALE,
+    SPACE,
+    SPLIT_KEYS,
+    SPLITS,
+    TASKS,
+    TILE_KEYS,
+    TILES,
+    VALUE,
+    VALUE_DIM,
+    field,
+    real_field,
+)
+from .exact import backward_exactly
+from .gemm import COLUMNS, multiply
+from .gradients import pass_gradients_on, score_gradients
+from .operands import all_finite, columns_operand, key_operand, lanes_finite
+from .rows import (
+    COUNT,
+    FACTOR,
+    GRAD_BIAS_ROW,
+    GRAD_OUT_ROW,
+    GRAD_QUERY_ROW,
+    HIGH,
+    LOW,
+    QUERY_ROW,
+    ROW_DELTA,
+    ROW_LSE,
+    locate_rows,
+    set_rows,
+    tensor_at,
+)
+from .scores import LOG2_E, finish_scores, is_full
+from .simd import (
+    compute_size,
+    fma,
+    is_pairs,
+    itemsize,
+    lanes,
+    load_stored,
+    peek,
+    peek_int64,
+    poke,
+    read,
+    splat,
+    vector_size,
+)
+from .stage import fill, padded, stage_lanes, stage_query, unstage_natural, unstage_transposed
+from .tiles import sum_lanes
+
+
+@njit(nogil=True)
+def row_deltas(kind, call, scratch, limit):
+    """delta = rowsum(dO * O) for tasks of one (batch, head) each; the caller has put -dLSE there."""
+    heads = field(call, KV_HEADS) * field(call, GROUP)
+    for _ in range(limit):
+        task = fetch_add(field(call, NEXT_TASK), 1)
+        if task >= field(call, TASKS):
+            return False
+        batch, head = task // heads, task % heads
+        for row in range(field(call, QUERY_LENGTH)):
+            out, grad = tensor_at(call, OUT, batch, head, row), tensor_at(call, GRAD_OUT, batch, head, row)
+            place = tensor_at(call, DELTA, batch, head, row)
+            poke(kind, place, peek(kind, place) + _dot(kind, call, out, grad))
+    return True
+
+
+@njit
+def _dot(kind, call, out, grad):
+    count, out_step, grad_step = field(call, VALUE_DIM), field(call, OUT + 4), field(call, GRAD_OUT + 4)
+    size, total = itemsize(kind), splat(kind, 0.0)
+    whole = count // lanes(kind) * lanes(kind) if out_step == size and grad_step == size else 0
+    for d in range(0, whole, lanes(kind)):
+        total = fma(load_stored(kind, out + d * size), load_stored(kind, grad + d * size), total)
+    result = sum_lanes(kind, total)
+    for d in range(whole, count):
+        result += read(kind, out + d * out_step) * read(kind, grad + d * grad_step)
+    return result
+
+
+@njit(nogil=True)
+def backward(kind, call, scratch, limit):
+    """Takes up to `limit` tasks, early splits (causal: heaviest) first; False when none is left."""
+    parallel = field(call, TASKS) // field(call, SPLITS)
+    for _ in range(limit):
+        task = fetch_add(field(call, NEXT_TASK), 1)
+        if task >= field(call, TASKS):
+            return False
+        head, split = task % parallel, task // parallel
+        _split_backward(kind, call, scratch, head, split)
+    return True
+
+
+@njit
+def _split_backward(kind, call, scratch, parallel_index, split):
+    """dK and dV of one split of keys, and its share of every dQ."""
+    heads, width = field(call, KV_HEADS), COLUMNS * lanes(kind)
+    batch, kv_head = parallel_index // heads, parallel_index % heads
+    first = split * field(call, SPLIT_KEYS)
+    keys = min(field(call, SPLIT_KEYS), field(call, KEY_LENGTH) - first)
+    key_row = padded(kind, field(call, HEAD_DIM)) * compute_size(kind)
+    value_row = padded(kind, field(call, VALUE_DIM)) * compute_size(kind)
+    grad_key, grad_value = scratch + field(call, AT_GRAD_KEY), scratch + field(call, AT_GRAD_VALUE)
+    fill(kind, grad_key, key_row, keys, padded(kind, field(call, HEAD_DIM)), 0.0)
+    fill(kind, grad_value, value_row, keys, padded(kind, field(call, VALUE_DIM)), 0.0)
+    finite = all_finite(kind, call, KEY, batch, kv_head, first, keys, HEAD_DIM)
+    finite = finite and all_finite(kind, call, VALUE, batch, kv_head, first, keys, VALUE_DIM)
+    # Each operand form of K and V is staged once and serves every tile of rows.
+    k = key_operand(kind, call, KEY, batch, kv_head, first, keys, HEAD_DIM, scratch + field(call, AT_KEY))
+    v = key_operand(kind, call, VALUE, batch, kv_head, first, keys, VALUE_DIM, scratch + field(call, AT_VALUE))
+    kt = k[0], k[2], k[1], keys
+    if is_pairs(kind):
+        kt = columns_operand(kind, call, KEY, batch, kv_head, first, keys, HEAD_DIM, scratch + field(call, AT_KEY_COLUMNS))
+    for tile in range(field(call, TILES)):
+        _await_turn(call, parallel_index, split, tile)
+        _tile_backward(kind, call, scratch, batch, kv_head, split, first, keys, tile, k, v, kt, finite)
+        publish(field(call, PROGRESS) + 8 * (parallel_index * field(call, SPLITS) + split), tile + 1)
+    target = tensor_at(call, GRAD_KEY, batch, kv_head, first)
+    steps, scale = (field(call, GRAD_KEY + 3), field(call, GRAD_KEY + 4)), real_field(call, SCALE)
+    unstage_natural(kind, grad_key, key_row, scale, target, steps[0], steps[1], keys, field(call, HEAD_DIM))
+    target = tensor_at(call, GRAD_VALUE, batch, kv_head, first)
+    steps = field(call, GRAD_VALUE + 3), field(call, GRAD_VALUE + 4)
+    unstage_natural(kind, grad_value, value_row, 1.0, target, steps[0], steps[1], keys, field(call, VALUE_DIM))
+
+
+@njit
+def _await_turn(call, parallel_index, split, tile):
+    """Waits for whoever adds to the same dQ tile, or to the same tile of a shared bias, before this task."""
+    progress, splits, heads = field(call, PROGRESS), field(call, SPLITS), field(call, KV_HEADS)
+    if split > 0:
+        wait_above(progress + 8 * (parallel_index * splits + split - 1), tile)
+    if field(call, GRAD_BIAS) == 0:
+        return
+    before = -1
+    if field(call, GRAD_BIAS + 2) == 0 and (field(call, GRAD_BIAS + 1) == 0 or parallel_index % heads > 0):
+        before = parallel_index - 1
+    elif field(call, GRAD_BIAS + 2) != 0 and field(call, GRAD_BIAS + 1) == 0:
+        before = parallel_index - heads
+    if before >= 0:
+        wait_above(progress + 8 * (before * splits + split), tile)
+
+
+@njit
+def _tile_backward(kind, call, scratch, batch, kv_head, split, first, keys, tile, k, v, kt, finite):
+    """One tile of rows against one split of keys."""
+    width, size = COLUMNS * lanes(kind), compute_size(kind)
+    start, row, head_dim = tile * width, width * size, field(call, HEAD_DIM)
+    table = scratch + field(call, AT_ROWS)
+    set_rows(kind, call, table, batch, kv_head, start, width, True)
+    tile_index = (batch * field(call, KV_HEADS) + kv_head) * field(call, TILES) + tile
+    grad_query = field(call, SPACE) + tile_index * head_dim * row
+    if split == 0:
+        fill(kind, grad_query, row, head_dim, width, 0.0)
+    # Whole groups of 4 keys: a pair is never half inside the range.
+    low, high = max(first, peek_int64(table + LOW)), min(first + keys, (peek_int64(table + HIGH) + 3) // 4 * 4)
+    if low < high:
+        _load_rows(kind, call, scratch, table, batch, kv_head, start, width)
+        step = field(call, TILE_KEYS)
+        for at in range(first + (low - first) // step * step, high, step):
+            _keys_backward(
+                kind, call, scratch, batch, kv_head, split, at, at - first, min(step, high - at), grad_query, k, v, kt, finite
+            )
+    if split == field(call, SPLITS) - 1:
+        locate_rows(call, table, GRAD_QUERY, GRAD_QUERY_ROW, batch, kv_head, start, width)
+        fill(kind, table + FACTOR, row, 1, width, real_field(call, SCALE))
+        unstage_transposed(
+            kind,
+            grad_query,
+            row,
+            table + FACTOR,
+            table + GRAD_QUERY_ROW,
+            field(call, GRAD_QUERY + 4),
+            head_dim,
+            peek_int64(table + COUNT),
+            width,
+        )
+
+
+@njit
+def _load_rows(kind, call, scratch, table, batch, kv_head, start, width):
+    """Q and dO of the tile, transposed and as rows; LSE and delta per lane."""
+    size, count, group = compute_size(kind), peek_int64(table + COUNT), field(call, GROUP)
+    row, head_dim, value_dim = width * size, field(call, HEAD_DIM), field(call, VALUE_DIM)
+    locate_rows(call, table, QUERY, QUERY_ROW, batch, kv_head, start, width)
+    locate_rows(call, table, GRAD_OUT, GRAD_OUT_ROW, batch, kv_head, start, width)
+    locate_rows(call, table, GRAD_BIAS, GRAD_BIAS_ROW, batch, kv_head, start, width)
+    query, grad_out = table + QUERY_ROW, table + GRAD_OUT_ROW
+    query_step, grad_step = field(call, QUERY + 4), field(call, GRAD_OUT + 4)
+    stage_query(kind, query, query_step, head_dim, scratch + field(call, AT_QUERY), row, width)
+    stage_query(kind, grad_out, grad_step, value_dim, scratch + field(call, AT_GRAD_OUT), row, width)
+    target, target_row = scratch + field(call, AT_QUERY_ROWS), padded(kind, head_dim) * size
+    stage_lanes(kind, query, query_step, count, head_dim, target, target_row, width)
+    target, target_row = scratch + field(call, AT_GRAD_OUT_ROWS), padded(kind, value_dim) * size
+    stage_lanes(kind, grad_out, grad_step, count, value_dim, target, target_row, width)
+    for lane in range(width):
+        lse, delta = -math.inf, 0.0
+        if lane < count:
+            head, query_index = kv_head * group + (start + lane) % group, (start + lane) // group
+            lse = peek(kind, tensor_at(call, LSE, batch, head, query_index))
+            delta = peek(kind, tensor_at(call, DELTA, batch, head, query_index))
+        # A row that sees nothing has only -inf scores; 0 in place of its LSE keeps their exponentials at 0.
+        poke(kind, table + ROW_LSE + lane * size, 0.0 if lse == -math.inf else -lse * LOG2_E)
+        poke(kind, table + ROW_DELTA + lane * size, delta)
+
+
+@njit
+def _keys_backward(kind, call, scratch, batch, kv_head, split, first, inside, keys, grad_query, k, v, kt, finite):
+    """The five products for keys [first, first + keys), which start `inside` the split."""
+    width, size = COLUMNS * lanes(kind), compute_size(kind)
+    row, table, quads = width * size, scratch + field(call, AT_ROWS), (keys + 3) // 4 * 4
+    scores, grad_scores = scratch + field(call, AT_SCORES), scratch + field(call, AT_GRAD_SCORES)
+    query, grad_out = scratch + field(call, AT_QUERY), scratch + field(call, AT_GRAD_OUT)
+    multiply(kind, k[0] + inside * k[1], k[1], k[2], query, row, scores, row, keys, k[3], COLUMNS, False)
+    multiply(kind, v[0] + inside * v[1], v[1], v[2], grad_out, row, grad_scores, row, keys, v[3], COLUMNS, False)
+    slope, spare = scratch + field(call, AT_SLOPE), scratch + field(call, AT_BIAS)
+    finish_scores(kind, call, table, scores, slope, spare, first, keys, width)
+    fill(kind, scores + keys * row, row, quads - keys, width, -math.inf)
+    fill(kind, grad_scores + keys * row, row, quads - keys, width, 0.0)
+    score_gradients(kind, call, scratch, table, first, quads, width)
+    pass_gradients_on(kind, call, scratch, table, split, first, keys, width)
+    partial = field(call, MASK) != 0 or field(call, BIAS) != 0 or not is_full(table, first, keys)
+    if partial and not (finite and lanes_finite(kind, call, table)):
+        backward_exactly(kind, call, scratch, batch, kv_head, first, inside, keys, grad_query, width)
+        return
+    _multiply_gradients(kind, call, scratch, inside, keys, grad_query, kt, width)
+
+
+@njit
+def _multiply_gradients(kind, call, scratch, inside, keys, grad_query, kt, width):
+    """dV += P^T dO, dK += dS^T Q, dQ^T += K^T dS^T."""
+    size, head_dim, value_dim = compute_size(kind), field(call, HEAD_DIM), field(call, VALUE_DIM)
+    row, key_row, value_row = width * size, padded(kind, head_dim) * size, padded(kind, value_dim) * size
+    p, ds, step, depth = scratch + field(call, AT_SCORES), scratch + field(call, AT_GRAD_SCORES), row, width
+    ds_columns, inner, inside_columns = ds, keys, inside
+    if is_pairs(kind):
+        p, ds = scratch + field(call, AT_ROUNDED), scratch + field(call, AT_GRAD_ROUNDED)
+        step, depth, inner, inside_columns = width * 2, width // 2, (keys + 1) // 2, inside // 2
+    rows = scratch + field(call, AT_GRAD_OUT_ROWS)
+    target = scratch + field(call, AT_GRAD_VALUE) + inside * value_row
+    vectors = padded(kind, value_dim) // lanes(kind)
+    multiply(kind, p, step, 4 if is_pairs(kind) else size, rows, value_row, target, value_row, keys, depth, vectors, True)
+    rows = scratch + field(call, AT_QUERY_ROWS)
+    target = scratch + field(call, AT_GRAD_KEY) + inside * key_row
+    vectors = padded(kind, head_dim) // lanes(kind)
+    multiply(kind, ds, step, 4 if is_pairs(kind) else size, rows, key_row, target, key_row, keys, depth, vectors, True)
+    a = kt[0] + inside_columns * kt[2]
+    multiply(kind, a, kt[1], kt[2], ds_columns, row, grad_query, row, head_dim, inner, COLUMNS, True)
