@@ -43,7 +43,7 @@ def calls_for(run: Run, at_least: float = 0.01) -> int:
     """How many calls make up one measurement of `at_least` seconds; warms up on the way."""
     once = seconds_per_call(run, 1)
     if once < 0.5:
-        once = seconds_per_call(run, 1)
+        once = min(seconds_per_call(run, 1) for _ in range(3))
     return max(1, min(1000, round(at_least / max(once, 1e-7))))
 
 

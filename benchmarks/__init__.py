@@ -1,0 +1,1 @@
+"""flashtile beside other attention libraries: `python -m benchmarks.cpu` (see README.md here)."""

@@ -1,0 +1,168 @@
+"""Plots of cpu.json: `python -m benchmarks.plots [FOLDER]` draws them again."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from benchmarks.peers import TITLES
+from flashtile.bench.figure import COLORS, LABELS, grouped_bars
+
+COLORS |= {
+    "flex": "#8250df",
+    "ort-mha": "#1a7f37",
+    "ort-gqa": "#4ac26b",
+    "ort-attention": "#aceebb",
+    "openvino": "#bf3989",
+}
+LABELS |= TITLES
+Results = list[dict[str, Any]]
+
+
+def draw_all(found: dict[str, Any], folder: Path) -> list[Path]:
+    """Draw every plot that the results have cases for, and return the files."""
+    written = []
+    results = found["results"]
+    for direction in ("forward", "backward"):
+        chosen = [r for r in results if r["case"]["group"] == "long" and r["case"]["direction"] == direction]
+        if chosen:
+            written.append(draw_long(chosen, found, folder / f"{direction}.png"))
+    short = [r for r in results if r["case"]["group"] in ("decode", "small")]
+    if short:
+        written.append(draw_short(short, found, folder / "decode_and_small.png"))
+    if found["memory"]:
+        written.append(draw_memory(found, folder / "memory.png"))
+    return written
+
+
+def titled_figure(found: dict[str, Any], title: str, size: tuple[float, float]) -> Figure:
+    figure = Figure(figsize=size, layout="constrained")
+    facts = found["machine"]
+    where = f"{facts['cpu']}, {facts['threads']} threads, torch {facts['versions']['torch']}"
+    figure.suptitle(f"{title}\n{where}", fontsize=12, fontweight="bold")
+    return figure
+
+
+def legend_below(figure: Figure, axes: list[Axes]) -> None:
+    """One legend for all panels, under them."""
+    handles = {
+        label: handle for one in axes for handle, label in zip(*one.get_legend_handles_labels(), strict=True)
+    }
+    figure.legend(
+        handles.values(), handles.keys(), loc="outside lower center", ncols=8, frameon=False, fontsize=9
+    )
+
+
+def bars(axes: Axes, groups: list[str], results: Results, rate: Any, values: str = "{:.0f}") -> None:
+    """One group of bars for each result; peers that none of the results has are left out."""
+    peers = [name for name in TITLES if any("seconds" in r["peers"].get(name, {}) for r in results)]
+    series = {
+        name: [rate(r, name) if "seconds" in r["peers"].get(name, {}) else None for r in results]
+        for name in peers
+    }
+    grouped_bars(axes, groups, series, values)
+
+
+def draw_long(results: Results, found: dict[str, Any], path: Path) -> Path:
+    """Panels: head_dim by causal; groups: dtypes; dashed lines: the machine's peaks."""
+    head_dims = sorted({r["case"]["head_dim"] for r in results})
+    masks = sorted({r["case"]["causal"] for r in results})
+    case = results[0]["case"]
+    title = f"{case['direction'].capitalize()} GFLOP/s, {case['heads']} heads, length {case['query_length']}"
+    figure = titled_figure(found, title, (7.5 * len(masks), 4.2 * len(head_dims)))
+    grid = figure.subplots(len(head_dims), len(masks), squeeze=False)
+    for row, head_dim in enumerate(head_dims):
+        for column, causal in enumerate(masks):
+            axes = grid[row][column]
+            chosen = [
+                r for r in results if (r["case"]["head_dim"], r["case"]["causal"]) == (head_dim, causal)
+            ]
+            bars(
+                axes, [r["case"]["dtype"] for r in chosen], chosen, lambda r, name: r["peers"][name]["gflops"]
+            )
+            draw_peaks(axes, found["ceilings"])
+            axes.set_title(f"head_dim {head_dim}{', causal' if causal else ''}", loc="left", fontsize=10)
+            axes.set_ylabel("GFLOP/s")
+    legend_below(figure, list(grid.flat))
+    figure.savefig(path, dpi=110)
+    return path
+
+
+def draw_peaks(axes: Axes, ceilings: dict[str, float | None]) -> None:
+    for name, title in (("fma_gflops", "FMA peak"), ("bf16_dot_gflops", "bf16 dot peak")):
+        peak = ceilings.get(name)
+        if peak:
+            axes.axhline(peak, color="#57606a", linewidth=0.8, linestyle="--")
+            where = {"xycoords": ("axes fraction", "data"), "ha": "right", "va": "bottom"}
+            axes.annotate(title, (1, peak), fontsize=8, **where)
+
+
+def draw_short(results: Results, found: dict[str, Any], path: Path) -> Path:
+    """Decoding in GB/s of keys and values; small problems as ratios to torch SDPA."""
+    figure = titled_figure(found, "Decoding, and small problems", (15, 5))
+    decode, small = figure.subplots(1, 2, width_ratios=(3, 8))
+    steps = [r for r in results if r["case"]["group"] == "decode"]
+    if steps:
+        sizes = {"fp32": 4, "bf16": 2, "fp16": 2}
+
+        def bandwidth(result: dict[str, Any], name: str) -> float:
+            case = result["case"]
+            count = 2 * case["batch"] * case["kv_heads"] * case["key_length"] * case["head_dim"]
+            return count * sizes[case["dtype"]] / result["peers"][name]["seconds"]["median"] / 1e9
+
+        bars(decode, [r["case"]["dtype"] for r in steps], steps, bandwidth)
+        decode.axhline(found["ceilings"]["read_gb_per_s"], color="#57606a", linewidth=0.8, linestyle="--")
+    decode.set_title("decode: GB/s of keys and values read (dashed: most)", loc="left", fontsize=10)
+    shorts = [
+        r for r in results if r["case"]["group"] == "small" and "seconds" in r["peers"].get("torch", {})
+    ]
+    if shorts:
+
+        def ratio(result: dict[str, Any], name: str) -> float:
+            peers = result["peers"]
+            return peers["torch"]["seconds"]["median"] / peers[name]["seconds"]["median"]
+
+        bars(
+            small,
+            [r["case"]["name"].replace("forward ", "").replace(" ", "\n") for r in shorts],
+            shorts,
+            ratio,
+            "{:.1f}",
+        )
+    small.set_title("small: speed relative to torch SDPA", loc="left", fontsize=10)
+    legend_below(figure, [decode, small])
+    figure.savefig(path, dpi=110)
+    return path
+
+
+def draw_memory(found: dict[str, Any], path: Path) -> Path:
+    """Extra memory by length, both axes logarithmic."""
+    figure = titled_figure(found, "Memory beyond inputs and results, 2 heads, head_dim 64, float32", (8, 4.5))
+    axes = figure.subplots()
+    for name, points in found["memory"].items():
+        library, direction = name.split()
+        lengths, sizes = [p["length"] for p in points], [max(p["mib"], 0.1) for p in points]
+        style = "-" if direction == "forward" else "--"
+        label = f"{LABELS[library]} {direction}"
+        axes.plot(lengths, sizes, style, marker="o", color=COLORS[library], label=label)
+        axes.annotate(
+            f"{sizes[-1]:.1f}", (lengths[-1], sizes[-1]), xytext=(6, -3), textcoords="offset points"
+        )
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xlabel("sequence length")
+    axes.set_ylabel("MiB")
+    axes.grid(alpha=0.25)
+    legend_below(figure, [axes])
+    figure.savefig(path, dpi=110)
+    return path
+
+
+if __name__ == "__main__":
+    target = Path(sys.argv[1] if len(sys.argv) > 1 else "benchmarks/results")
+    print(*draw_all(json.loads((target / "cpu.json").read_text()), target), sep="\n")
