@@ -102,7 +102,7 @@ def attention(
         _refuse_types(query=query, key=key, value=value)
     if torch.is_autocast_enabled("cpu") if query.is_cpu else _autocast_enabled(query.device):
         query, key, value, bias = _autocast(query, key, value, bias)
-    if not _agree(query, key, value):
+    if not inputs_agree(query, key, value):
         _refuse_inputs(query, key, value)
     three_dims = query.dim() == 3
     if three_dims:
@@ -172,7 +172,7 @@ def _undisturbed(query: Tensor, key: Tensor, value: Tensor) -> bool:
     )
 
 
-def _agree(query: Tensor, key: Tensor, value: Tensor) -> bool:
+def inputs_agree(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Whether the three inputs fit together: decides fast; ``_refuse_inputs`` finds the reason if not."""
     shape, key_shape, value_shape = query.shape, key.shape, value.shape
     rank = len(shape)
