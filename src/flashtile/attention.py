@@ -65,13 +65,14 @@ def attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention in tiles, forward and backward, with memory linear in the lengths.
 
-    Computes ``dropout(softmax(softcap(scale * query @ key^T) + bias - alibi, over the visible keys)) @ value``
-    (FlashAttention-2, algorithms 1 and 2). A query that sees no key gets output 0, LSE -inf and gradients 0.
+    Computes ``dropout(softmax(softcap(scale * query @ key^T) + bias - alibi)) @ value``, the softmax over the
+    keys a query sees (FlashAttention-2, algorithms 1 and 2). A query that sees none gets output 0, LSE -inf
+    and gradients 0.
     Differentiable in query, key, value, bias, alibi_slopes and sinks, through the output and the LSE; once.
 
     Args:
-        query: (B, Hq, Sq, D), or (N, L, D) for N sequences of one head; float64, float32, bfloat16 or float16,
-            any strides.
+        query: (B, Hq, Sq, D), or (N, L, D) for N sequences of one head; float64, float32, bfloat16 or
+            float16, any strides.
         key: (B, Hkv, Sk, D), query's dtype. Hkv divides Hq: query head h reads key head ``h // (Hq // Hkv)``.
         value: (B, Hkv, Sk, Dv), query's dtype.
         mask: a ``flashtile.Mask`` (``flashtile.masks``; costs no memory), or a bool tensor that broadcasts to
@@ -79,12 +80,13 @@ def attention(
         bias: query's dtype, broadcasts to (B, Hq, Sq, Sk); added to the scores; -inf hides a key.
         scale: factor of the scores; D ** -0.5 by default.
         softcap: bounds the scaled scores smoothly: ``softcap * tanh(score / softcap)``.
-        alibi_slopes: (Hq,) or (B, Hq); subtracts ``slope * |i + Sk - Sq - j|`` from score (i, j). Kept in float32.
-        sinks: (Hq,); one more logit per head in the softmax's denominator, without a value. Kept in float32.
+        alibi_slopes: (Hq,) or (B, Hq), any floating dtype; subtracts ``slope * |i + Sk - Sq - j|`` from score
+            (i, j).
+        sinks: (Hq,), any floating dtype; one more logit per head in the softmax's denominator, with no value.
         dropout_p: probability with which an entry of the softmax is dropped; the kept ones are divided by
             ``1 - dropout_p``.
-        seed: 64-bit seed of the dropout mask (see ``flashtile.dropout_mask``). By default drawn from PyTorch's
-            generator, so torch.manual_seed and torch.utils.checkpoint govern it.
+        seed: 64-bit seed of the dropout mask (see ``flashtile.dropout_mask``). By default drawn from
+            PyTorch's generator, so torch.manual_seed and torch.utils.checkpoint govern it.
         return_lse: also return the LSE, the natural log of the sum of exponentials of every row of scores.
 
     Returns:
@@ -154,8 +156,8 @@ _INCLUDED_KEYS = (_INCLUDED.raw_repr(), _INCLUDED.add(_KEYS.ADInplaceOrView).raw
 def _undisturbed(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Whether a backend may be called past PyTorch's dispatcher: nobody would notice, and it costs less.
 
-    Nobody does if no gradient is recorded, the tensors are ordinary CPU tensors (no subclass, no functorch wrapper, no lazy
-    negation) and no mode, transform, tracer or profiler is active.
+    Nobody does if no gradient is recorded, the tensors are ordinary CPU tensors (no subclass, nothing lazy)
+    and no mode, transform, tracer or profiler is active.
     """
     if torch.compiler.is_compiling() or (
         torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
@@ -189,7 +191,11 @@ def inputs_agree(query: Tensor, key: Tensor, value: Tensor) -> bool:
                 and shape[0] == key_shape[0]
                 and key_shape[:-1] == value_shape[:-1]
                 and shape[-1] == key_shape[-1]
-                and (rank == 3 or shape[1] == key_shape[1] or (key_shape[1] > 0 and shape[1] % key_shape[1] == 0))
+                and (
+                    rank == 3
+                    or shape[1] == key_shape[1]
+                    or (key_shape[1] > 0 and shape[1] % key_shape[1] == 0)
+                )
                 and value_shape[-1] > 0
             )
         )
@@ -209,7 +215,9 @@ def _refuse_inputs(query: Tensor, key: Tensor, value: Tensor) -> NoReturn:
         raise ValueError(f"query must be {layout}, got {_shape(query)}")
     for name, tensor in inputs.items():
         if tensor.dim() != query.dim():
-            raise ValueError(f"{name} must have as many dimensions as query {_shape(query)}, got {_shape(tensor)}")
+            raise ValueError(
+                f"{name} must have the number of dimensions of query, {query.dim()}, got {_shape(tensor)}"
+            )
         if tensor.layout is not torch.strided:
             raise TypeError(f"{name} must be a dense (strided) tensor, got layout {tensor.layout}")
         if tensor.dtype not in SUPPORTED_DTYPES:
@@ -220,15 +228,16 @@ def _refuse_inputs(query: Tensor, key: Tensor, value: Tensor) -> NoReturn:
         if tensor.device != query.device:
             raise ValueError(f"{name} must be on the device of query, {query.device}, got {tensor.device}")
         if tensor.shape[0] != query.shape[0]:
-            raise ValueError(f"{name} must have the batch size of query, {query.shape[0]}, got {_shape(tensor)}")
+            raise ValueError(
+                f"{name} must have the batch size of query, {query.shape[0]}, got {_shape(tensor)}"
+            )
         if tensor.shape[-1] < 1:
             raise ValueError(f"{name} must have a head_dim of at least 1, got {_shape(tensor)}")
     if key.shape[-1] != query.shape[-1]:
         raise ValueError(f"key must have the head_dim of query, {query.shape[-1]}, got {_shape(key)}")
     if key.shape[:-1] != value.shape[:-1]:
         raise ValueError(
-            f"value must have the shape of key up to the last dimension, {tuple(key.shape[:-1])} and its own head_dim, "
-            f"got {_shape(value)}"
+            f"value must have batch, heads and length of key, {tuple(key.shape[:-1])}, got {_shape(value)}"
         )
     raise ValueError(
         f"key and value must have a number of heads that divides query's {query.shape[1]}, got {_shape(key)}"
@@ -282,7 +291,8 @@ def _broadcastable(name: str, tensor: Tensor, query: Tensor, key_length: int, th
         full = (batch, query_length, key_length)
     # Not `size in (1, expected)`: torch.compile decides membership of symbolic sizes by identity.
     if len(shape) > len(full) or any(
-        size != 1 and size != expected for size, expected in zip(reversed(shape), reversed(full), strict=False)
+        size != 1 and size != expected
+        for size, expected in zip(reversed(shape), reversed(full), strict=False)
     ):
         sizes = "batch, query_length, key_length" if three_dims else "batch, heads, query_length, key_length"
         raise ValueError(f"{name} must broadcast to ({sizes}) = {full}, got {_shape(tensor)}")
@@ -297,7 +307,8 @@ def _checked_slopes(slopes: object, query: Tensor) -> Tensor:
     rows = slopes.shape[0] if slopes.dim() == 2 else 1
     if slopes.dim() not in (1, 2) or slopes.shape[-1] != heads or (rows != 1 and rows != batch):
         raise ValueError(
-            f"alibi_slopes must have shape (heads,) = ({heads},) or (batch, heads) = ({batch}, {heads}), got {_shape(slopes)}"
+            f"alibi_slopes must have shape (heads,) = ({heads},) or (batch, heads) = ({batch}, {heads}), "
+            f"got {_shape(slopes)}"
         )
     return slopes if slopes.dim() == 2 else slopes.unsqueeze(0)
 
@@ -329,7 +340,8 @@ def _check_number(name: str, number: object, *, above: float = -math.inf) -> Non
     if isinstance(number, bool) or not isinstance(number, (int, float)):
         raise TypeError(f"{name} must be a float, got {type(number).__name__}")
     if not (math.isfinite(number) and number > above):
-        raise ValueError(f"{name} must be finite{f' and above {above:g}' if above > -math.inf else ''}, got {number}")
+        bound = f" and above {above:g}" if above > -math.inf else ""
+        raise ValueError(f"{name} must be finite{bound}, got {number}")
 
 
 def _seed_tensor(dropout_p: object, seed: object, device: torch.device) -> Tensor | None:

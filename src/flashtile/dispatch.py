@@ -49,7 +49,7 @@ def _load(device_type: str) -> Backend:
 
 
 def check_device(device: torch.device) -> None:
-    """Raise NotImplementedError with the reason where no backend serves ``device``; meta tensors have no data to serve."""
+    """Raise NotImplementedError with the reason where no backend serves ``device``; "meta" needs none."""
     if device.type not in _MODULES and device.type != "meta":
         raise NotImplementedError(f"flashtile.attention: {unserved_reason(device.type)}")
 
@@ -78,25 +78,27 @@ def explain(
 ) -> str:
     """Say in words which backend would serve such a call, and why (one line per fact).
 
-    Sizes as in ``flashtile.attention``: query (B, heads, query_length, head_dim), key (B, kv_heads, key_length,
-    head_dim), value (B, kv_heads, key_length, value_head_dim). Nothing is computed and no kernel is compiled.
+    Sizes as in ``flashtile.attention``: query (B, heads, query_length, head_dim), key (B, kv_heads,
+    key_length, head_dim), value (B, kv_heads, key_length, value_head_dim). Nothing is computed or compiled.
     """
     kv_heads = heads if kv_heads is None else kv_heads
     key_length = query_length if key_length is None else key_length
     value_head_dim = head_dim if value_head_dim is None else value_head_dim
     device = torch.device(device)
     lines = [
-        f"query ({heads} heads, {query_length} queries, head_dim {head_dim}), key and value ({kv_heads} heads, "
-        f"{key_length} keys, value head_dim {value_head_dim}), {_name(dtype)} on {device}"
+        f"query ({heads} heads, {query_length} queries, head_dim {head_dim}), key and value "
+        f"({kv_heads} heads, {key_length} keys, value head_dim {value_head_dim}), {_name(dtype)} on {device}"
     ]
     problems = _refusals(device, dtype, heads, kv_heads, head_dim, value_head_dim)
     if problems:
         return "\n".join([*lines, "backend: none", *(f"  - {problem}" for problem in problems)])
     lines.append(f"backend: {_MODULES[device.type]}")
-    lines.append(f"  - {_name(dtype)} is supported and the tensors are on {device.type}, the only requirement")
+    lines.append(f"  - {_name(dtype)} tensors on {device.type} are all it asks for")
     lines.append(f"  - sums are accumulated in {'float64' if dtype == torch.float64 else 'float32'}")
     if kv_heads != heads:
-        lines.append(f"  - {heads // kv_heads} query heads share each key head; keys are read in place, never repeated")
+        lines.append(
+            f"  - {heads // kv_heads} query heads share each key head, read in place, never repeated"
+        )
     return "\n".join(lines)
 
 

@@ -14,11 +14,11 @@ SUPPORTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of the LSE, of the sums and of the small float arguments: float64 for float64, else float32."""
+    """The dtype of the LSE, the sums and the small float arguments: float64 for float64, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-# Not frozen: a frozen dataclass takes a microsecond longer to build, a tenth of a small call. Nobody changes one.
+# Not frozen: building a frozen one takes a microsecond longer, a tenth of a small call. Nobody changes it.
 @dataclass(slots=True, eq=False)
 class AttentionProblem:
     """A validated attention call; sizes are batch B, heads Hq and Hkv, lengths Sq and Sk, head dims D and Dv.

@@ -12,13 +12,13 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch._functorch.utils import enable_single_level_autograd_function
+from torch.autograd import forward_ad
 
 from flashtile import dispatch, torch_vmap
 from flashtile.problem import AttentionProblem, Gradients, compute_dtype
 
-_LIBRARY = torch.library.Library("flashtile", "DEF")
+_LIBRARY: Any = torch.library.Library("flashtile", "DEF")  # type: ignore[no-untyped-call]
 _PROBLEM_SCHEMA = (
     "Tensor query, Tensor key, Tensor value, Tensor? first, Tensor? last, Tensor? mask, Tensor? bias, "
     "Tensor? alibi_slopes, Tensor? sinks, Tensor? seed, float scale, float? softcap, SymInt? lower, "
@@ -140,8 +140,8 @@ def _backward_fake(
 _ALTERNATIVE = "flashtile.reference.attention, plain PyTorch, has every derivative"
 
 
-# Not torch.library.register_autograd: its formula is refused inside torch.func.grad and vjp. A function of a single
-# level is what those transforms want from an operator's own autograd kernel, as they get it from PyTorch's operators.
+# Not torch.library.register_autograd: its formula is refused inside torch.func.grad and vjp, where an
+# operator's own autograd kernel records one level at a time, as those of PyTorch's operators do.
 class _Forward(torch.autograd.function._SingleLevelFunction):
     @staticmethod
     def forward(ctx: Any, keyset: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
@@ -171,7 +171,7 @@ class _Forward(torch.autograd.function._SingleLevelFunction):
 class _Backward(torch.autograd.function._SingleLevelFunction):
     @staticmethod
     def forward(ctx: Any, keyset: Any, *inputs: Any) -> tuple[Tensor, ...]:
-        return _below_autograd(attention_backward, keyset, inputs)
+        return tuple(_below_autograd(attention_backward, keyset, inputs))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> NoReturn:

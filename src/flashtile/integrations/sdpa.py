@@ -1,8 +1,9 @@
-"""Flashtile behind ``torch.nn.functional.scaled_dot_product_attention`` on CPU, without a change to the model.
+"""Flashtile behind ``torch.nn.functional.scaled_dot_product_attention`` on CPU; no model needs a change.
 
-``activate()`` replaces PyTorch's CPU flash kernel and its backward in the dispatcher, through PyTorch's registry
-of attention providers where it has one, and serves the calls that PyTorch would send to its quadratic path
-(dropout, Ev != E, a mask that needs a gradient, 3-D inputs). ``deactivate()`` puts PyTorch's own kernels back.
+``activate()`` replaces PyTorch's CPU flash kernel and its backward in the dispatcher, through PyTorch's
+registry of attention providers where it has one, and serves the eager calls that PyTorch would send to its
+quadratic path (dropout, Ev != E, a mask that needs a gradient, 3-D inputs). ``deactivate()`` puts PyTorch's
+own kernels back.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _TOP_LEFT = causal(alignment="top-left")
 
 
 def activate() -> None:
-    """Serve ``scaled_dot_product_attention`` on CPU from now on, in every thread. Activating twice is fine."""
+    """Serve ``scaled_dot_product_attention`` on CPU from now on, in every thread; a second call changes nothing."""
     global _before_blocks
     with _lock:
         _before_blocks = True
@@ -78,7 +79,7 @@ def is_active() -> bool:
 class _Handle:
     """What PyTorch's registry keeps of an active provider."""
 
-    def __init__(self, library: torch.library.Library) -> None:
+    def __init__(self, library: Any) -> None:
         self._library = library
 
     def remove(self) -> None:
@@ -111,13 +112,13 @@ def _register() -> _Handle:
     global _handle
     with _lock:
         if _handle is None:
-            library = torch.library.Library("aten", "IMPL")
+            library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
             with warnings.catch_warnings():  # PyTorch warns of every first override; this one was asked for
                 warnings.simplefilter("ignore")
                 library.impl(_FLASH, _flash_forward, "CPU")
                 library.impl(f"{_FLASH}_backward", _flash_backward, "CPU")
-                library.impl(_SDPA.name().removeprefix("aten::"), _scaled_dot_product_attention, "CPU")
-                library.impl(_SDPA.name().removeprefix("aten::"), _scaled_dot_product_attention, "AutogradCPU")
+                for key in ("CPU", "AutogradCPU"):
+                    library.impl("scaled_dot_product_attention", _scaled_dot_product_attention, key)
             _handle = _Handle(library)
         return _handle
 
@@ -137,7 +138,7 @@ def _scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """The kernel of ``aten::scaled_dot_product_attention``: what it does not serve goes PyTorch's usual way."""
+    """The kernel of ``aten::scaled_dot_product_attention``; what it does not serve goes on as usual."""
     if not _servable(query, key, value, attn_mask, is_causal, enable_gqa):
         return _SDPA.decompose(  # type: ignore[no-any-return]
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
@@ -174,7 +175,9 @@ def _servable(
         return False
     if query.shape[:-2] != key.shape[:-2] and not (enable_gqa and query.dim() == 4):
         return False
-    return attn_mask is None or (not is_causal and _mask_fits(attn_mask, query, key, (torch.bool, query.dtype)))
+    if attn_mask is None:
+        return True
+    return not is_causal and _mask_fits(attn_mask, query, key, (torch.bool, query.dtype))
 
 
 def _mask_fits(mask: Tensor, query: Tensor, key: Tensor, dtypes: tuple[torch.dtype, ...]) -> bool:
@@ -223,18 +226,18 @@ def _flash_backward(
     attn_mask: Tensor | None = None,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The backward of the CPU flash operator: gradients stored as (B, L, H, E), as PyTorch promises its compiler."""
+    """The backward of the CPU flash operator: gradients stored as (B, L, H, E), as the operator promises."""
     problem = _problem(query, key, value, dropout_p, is_causal, attn_mask, scale)
     dtype = problem.query.dtype
-    gradients = Gradients(*(_stored_by_length(tensor, dtype) for tensor in (query, key, value)), None, None, None)
+    wide_out, wide_grad = out.to(dtype), grad_out.to(dtype)
+    grad_query, grad_key, grad_value = (_stored_by_length(tensor, dtype) for tensor in (query, key, value))
     if out.numel():
-        dispatch.backend(problem).backward(problem, out.to(dtype), logsumexp, grad_out.to(dtype), None, gradients)
+        gradients = Gradients(grad_query, grad_key, grad_value, bias=None, alibi_slopes=None, sinks=None)
+        dispatch.backend(problem).backward(problem, wide_out, logsumexp, wide_grad, None, gradients)
     else:
-        for gradient in (gradients.query, gradients.key, gradients.value):
+        for gradient in (grad_query, grad_key, grad_value):
             gradient.zero_()
-    return tuple(  # type: ignore[return-value]
-        gradient.to(query.dtype) for gradient in (gradients.query, gradients.key, gradients.value)
-    )
+    return grad_query.to(query.dtype), grad_key.to(query.dtype), grad_value.to(query.dtype)
 
 
 def _stored_by_length(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -276,9 +279,15 @@ def _check_flash_call(
         if not condition:
             raise RuntimeError(f"scaled_dot_product_attention (flashtile, CPU flash operator): {message}")
 
-    check(inputs_agree(query, key, value) and query.dim() == 4, "query, key and value must be 4-D, of matching shapes and dtypes")
+    check(
+        inputs_agree(query, key, value) and query.dim() == 4,
+        "query, key and value must be 4-D, of matching shapes and dtypes",
+    )
     check(query.shape[3] == value.shape[3], "key and value must have the same head_dim")
     check(dropout_p == 0.0, "dropout is not supported here")
     if attn_mask is not None:
         dtypes = (torch.bool, query.dtype, query.dtype if query.dtype == torch.float64 else torch.float32)
-        check(_mask_fits(attn_mask, query, key, dtypes), "attn_mask must be bool, float32 or of query's dtype, and broadcast")
+        check(
+            _mask_fits(attn_mask, query, key, dtypes),
+            "attn_mask must be bool, float32 or of query's dtype, and broadcast",
+        )
