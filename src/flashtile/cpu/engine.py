@@ -11,6 +11,7 @@ from numba import types
 
 from . import call as c
 from . import backward as backward_pass
+from . import decode as decode_pass
 from . import forward as forward_pass
 from .cache import DiskCache
 from .rows import TABLE_BYTES
@@ -65,28 +66,56 @@ def forward(problem: AttentionProblem, out: Tensor, lse: Tensor) -> None:
     key_length, value_dim = value.shape[2], value.shape[3]
     if batch * heads * query_length == 0:
         return
-    kind, call = _KINDS[query.dtype], c.describe(problem)
+    call = c.describe(problem)
     c.put(call, c.OUT, c.tensor_fields(out))
     c.put(call, c.LSE, c.tensor_fields(lse, 3))
-    width, size = forward_pass.COLUMNS * kind.lanes, kind.compute_size
-    kv_heads = call[c.KV_HEADS]
-    tiles = -(-query_length * call[c.GROUP] // width)
-    keys = tile_keys(head_dim, value_dim)
-    call[c.TILES], call[c.TILE_KEYS] = tiles, keys
-    scratch = _lay_out(
-        call,
-        {
-            c.AT_ROWS: TABLE_BYTES,
-            c.AT_QUERY: _padded(kind, head_dim) * width * size,
-            c.AT_SCORES: keys * width * size,
-            c.AT_OUT: value_dim * width * size,
-            c.AT_KEY: keys * _padded(kind, head_dim) * size,
-            c.AT_VALUE: keys * _padded(kind, value_dim) * size,
-            c.AT_BIAS: keys * width * size,
-        },
-    )
+    call[c.TILE_KEYS] = tile_keys(head_dim, value_dim)
     work = 2.0 * batch * heads * query_length * key_length * (head_dim + value_dim)
-    run(compiled(forward_pass.forward, kind), call, batch * kv_heads * tiles, scratch, work)
+    kind = _KINDS[query.dtype]
+    if query_length * call[c.GROUP] <= kind.lanes:
+        _run_decode(BFLOAT16 if kind.pairs else kind, call, batch, work)
+        return
+    width, size = forward_pass.COLUMNS * kind.lanes, kind.compute_size
+    call[c.TILES] = -(-query_length * call[c.GROUP] // width)
+    tile = call[c.TILE_KEYS] * width * size
+    parts = {
+        c.AT_ROWS: TABLE_BYTES,
+        c.AT_QUERY: _padded(kind, head_dim) * width * size,
+        c.AT_SCORES: tile,
+        c.AT_OUT: value_dim * width * size,
+        c.AT_KEY: call[c.TILE_KEYS] * _padded(kind, head_dim) * size,
+        c.AT_VALUE: call[c.TILE_KEYS] * _padded(kind, value_dim) * size,
+        c.AT_BIAS: tile,
+    }
+    tasks = batch * call[c.KV_HEADS] * call[c.TILES]
+    run(compiled(forward_pass.forward, kind), call, tasks, _lay_out(call, parts), work)
+
+
+def _run_decode(kind: Kind, call: array[int], batch: int, work: float) -> None:
+    """Few query rows: tasks are splits of the keys, merged afterwards."""
+    size, keys, kv_heads = kind.compute_size, call[c.TILE_KEYS], call[c.KV_HEADS]
+    key_row, value_row = _padded(kind, call[c.HEAD_DIM]) * size, _padded(kind, call[c.VALUE_DIM]) * size
+    call[c.SPLIT_KEYS] = _DECODE_SPLIT_KEYS
+    splits = call[c.SPLITS] = max(1, -(-call[c.KEY_LENGTH] // _DECODE_SPLIT_KEYS))
+    parts = {
+        c.AT_ROWS: TABLE_BYTES,
+        c.AT_QUERY: kind.lanes * key_row,
+        c.AT_OUT: kind.lanes * value_row,
+        c.AT_KEY: keys * key_row,
+        c.AT_VALUE: keys * value_row,
+        **dict.fromkeys((c.AT_SCORES, c.AT_BIAS), keys * kind.lanes * size),
+    }
+    scratch = _lay_out(call, parts)
+    heads = batch * kv_heads
+    state = (2 * kind.lanes * size + kind.lanes * value_row) * heads * splits if splits > 1 else 0
+    space = torch.empty(state, dtype=torch.uint8)
+    call[c.SPACE] = space.data_ptr()
+    run(compiled(decode_pass.decode, kind), call, heads * splits, scratch, work)
+    if splits > 1:
+        run(compiled(decode_pass.merge, kind), call, heads, scratch, float(state))
+
+
+_DECODE_SPLIT_KEYS = 1024
 
 
 def backward(

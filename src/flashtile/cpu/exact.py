@@ -38,16 +38,16 @@ def probability(kind, tile, width, key, lane):
 
 
 @njit
-def accumulate_exactly(kind, call, table, probabilities, out, batch, kv_head, first, keys, width):
-    """O^T += V^T P^T over visible entries only."""
-    size, step = compute_size(kind), field(call, VALUE + 4)
+def accumulate_exactly(kind, call, table, probabilities, width, out, lane_step, out_step, batch, kv_head, first, keys):
+    """O += P V over visible entries only; steps in bytes from lane to lane and from number to number of O."""
+    step = field(call, VALUE + 4)
     for j in range(keys):
         value = tensor_at(call, VALUE, batch, kv_head, first + j)
         for lane in range(peek_int64(table + COUNT)):
             if sees(kind, call, table, lane, first + j):
                 p = probability(kind, probabilities, width, j, lane)
                 for d in range(field(call, VALUE_DIM)):
-                    at = out + (d * width + lane) * size
+                    at = out + lane * lane_step + d * out_step
                     poke(kind, at, peek(kind, at) + p * read(kind, value + d * step))
 
 

@@ -25,6 +25,7 @@ from .call import (
     NEXT_TASK,
     OUT,
     QUERY,
+    QUERY_LENGTH,
     SINKS,
     TASKS,
     TILE_KEYS,
@@ -51,13 +52,19 @@ from .rows import (
 from .scores import LN_2, LOG2_E, finish_scores, is_full, score_factor
 from .simd import compute_size, is_pairs, lanes, peek, peek_int64, poke
 from .softmax import online_softmax, rescale
-from .stage import fill, stage_query, unstage_transposed
+from .stage import fill, padded, stage_query, unstage_transposed
 
 
 @njit(inline="always")
 def tile_width(kind):
     """Query rows of one tile."""
     return COLUMNS * lanes(kind)
+
+
+@njit
+def used_width(kind, call, start):
+    """Rows of the tile that starts there, in whole vectors: the last tile of a short sequence is narrower."""
+    return padded(kind, min(tile_width(kind), field(call, GROUP) * field(call, QUERY_LENGTH) - start))
 
 
 @njit(nogil=True)
@@ -77,7 +84,7 @@ def forward(kind, call, scratch, limit):
 @njit
 def forward_tile(kind, call, scratch, batch, kv_head, start):
     """O and LSE of one tile of rows of one key head."""
-    width, size = tile_width(kind), compute_size(kind)
+    width, size = used_width(kind, call, start), compute_size(kind)
     row, value_dim = width * size, field(call, VALUE_DIM)
     table, scores, out = scratch + field(call, AT_ROWS), scratch + field(call, AT_SCORES), scratch + field(call, AT_OUT)
     query = scratch + field(call, AT_QUERY)
@@ -86,10 +93,10 @@ def forward_tile(kind, call, scratch, batch, kv_head, start):
     locate_rows(call, table, OUT, OUT_ROW, batch, kv_head, start, width)
     stage_query(kind, table + QUERY_ROW, field(call, QUERY + 4), field(call, HEAD_DIM), query, row, width)
     fill(kind, out, row, value_dim, width, 0.0)
-    start_rows(kind, call, table, kv_head, start, width)
+    start_rows(kind, call, table, kv_head, start, width, field(call, SINKS))
     step, high = field(call, TILE_KEYS), peek_int64(table + HIGH)
     for first in range(peek_int64(table + LOW) // step * step, high, step):
-        forward_keys(kind, call, scratch, batch, kv_head, first, min(step, high - first))
+        forward_keys(kind, call, scratch, batch, kv_head, first, min(step, high - first), width)
     finish_rows(kind, call, table, batch, kv_head, start, width)
     unstage_transposed(
         kind, out, row, table + FACTOR, table + OUT_ROW, field(call, OUT + 4), value_dim, peek_int64(table + COUNT), width
@@ -97,10 +104,10 @@ def forward_tile(kind, call, scratch, batch, kv_head, start):
 
 
 @njit
-def forward_keys(kind, call, scratch, batch, kv_head, first, keys):
+def forward_keys(kind, call, scratch, batch, kv_head, first, keys, width):
     """One step of the online softmax: keys [first, first + keys) for the tile's rows."""
-    width, size = tile_width(kind), compute_size(kind)
-    row, vectors, value_dim = width * size, COLUMNS, field(call, VALUE_DIM)
+    size = compute_size(kind)
+    row, vectors, value_dim = width * size, width // lanes(kind), field(call, VALUE_DIM)
     table, scores, out = scratch + field(call, AT_ROWS), scratch + field(call, AT_SCORES), scratch + field(call, AT_OUT)
     spare = scratch + field(call, AT_BIAS)
     a, a_row, a_col, depth = key_operand(kind, call, KEY, batch, kv_head, first, keys, HEAD_DIM, scratch + field(call, AT_KEY))
@@ -112,7 +119,7 @@ def forward_keys(kind, call, scratch, batch, kv_head, first, keys):
         rescale(kind, out, value_dim, width, table + FACTOR)
     partial = field(call, MASK) != 0 or field(call, BIAS) != 0 or not is_full(table, first, keys)
     if partial and not all_finite(kind, call, VALUE, batch, kv_head, first, keys, VALUE_DIM):
-        accumulate_exactly(kind, call, table, scores, out, batch, kv_head, first, keys, width)
+        accumulate_exactly(kind, call, table, scores, width, out, size, row, batch, kv_head, first, keys)
         return
     a, a_row, a_col, depth = columns_operand(
         kind, call, VALUE, batch, kv_head, first, keys, VALUE_DIM, scratch + field(call, AT_VALUE)
@@ -121,9 +128,9 @@ def forward_keys(kind, call, scratch, batch, kv_head, first, keys):
 
 
 @njit
-def start_rows(kind, call, table, kv_head, start, width):
-    """Row maxima and sums before any key: nothing seen, or the sink."""
-    group, sinks = field(call, GROUP), field(call, SINKS)
+def start_rows(kind, call, table, kv_head, start, width, sinks):
+    """Row maxima and sums before any key: nothing seen, or the sink (address 0: none)."""
+    group = field(call, GROUP)
     for lane in range(width):
         row_max, row_sum = -math.inf, 0.0
         if sinks != 0:

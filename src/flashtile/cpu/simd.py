@@ -381,6 +381,15 @@ peek_float64, _ = _scalar_memory(types.float64)
 
 
 @intrinsic
+def copy_int16(tc: Any, source: Any, target: Any) -> Any:
+    def gen(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
+        b.store(b.load(pointer(b, args[0], I16), align=2), pointer(b, args[1], I16), align=2)
+        return ctx.get_dummy_value()
+
+    return types.void(types.int64, types.int64), gen
+
+
+@intrinsic
 def peek(tc: Any, kind: Any, address: Any) -> Any:
     """One compute number at `address` (scratch memory)."""
     compute = kind.kind.compute

@@ -34,7 +34,7 @@ from .simd import (
 from .tiles import gather_block, interleave, scatter_block
 
 
-def _tag(choose: Any) -> Any:
+def kind_tag(choose: Any) -> Any:
     """A compile-time map from kind to kind."""
 
     def tag(kind):
@@ -48,8 +48,8 @@ def _tag(choose: Any) -> Any:
     return tag
 
 
-mask_kind = _tag(lambda kind: BOOL64 if kind.compute_size == 8 else BOOL32)
-raw_kind = _tag(lambda kind: FLOAT32 if kind.pairs else kind)
+mask_kind = kind_tag(lambda kind: BOOL64 if kind.compute_size == 8 else BOOL32)
+raw_kind = kind_tag(lambda kind: FLOAT32 if kind.pairs else kind)
 
 
 @njit(inline="always")

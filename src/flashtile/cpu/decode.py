@@ -1,0 +1,232 @@
+"""Few query rows against many keys: split over the keys, packed over the heads of a group, limited by memory.
+
+One task is one split of keys of one key head; it leaves a partial online-softmax state, and `merge` combines the
+states of a head exactly: rescale to the larger maximum, then add.
+"""
+
+from __future__ import annotations
+
+import math
+
+from numba import njit
+
+from .atomics import fetch_add
+from .call import (
+    AT_BIAS,
+    AT_KEY,
+    AT_OUT,
+    AT_QUERY,
+    AT_ROWS,
+    AT_SCORES,
+    AT_VALUE,
+    BIAS,
+    HEAD_DIM,
+    KEY,
+    KV_HEADS,
+    MASK,
+    NEXT_TASK,
+    OUT,
+    QUERY,
+    SINKS,
+    SPACE,
+    SPLIT_KEYS,
+    SPLITS,
+    TASKS,
+    TILE_KEYS,
+    VALUE,
+    VALUE_DIM,
+    field,
+)
+from .dots import compute_kind, dot_kind, register_bytes, score_rows, weigh_rows
+from .exact import accumulate_exactly
+from .forward import finish_rows, start_rows
+from .operands import all_finite
+from .rows import COUNT, FACTOR, HIGH, LOW, OUT_ROW, QUERY_ROW, ROW_MAX, ROW_SUM, locate_rows, set_rows, tensor_at
+from .scores import finish_scores, is_full, score_factor
+from .simd import compute_size, copy_int16, itemsize, lanes, load, peek, peek_int64, poke, splat, store, vector_size
+from .softmax import online_softmax
+from .stage import fill, padded, stage_lanes, stage_natural, unstage_natural
+
+
+@njit(nogil=True)
+def decode(kind, call, scratch, limit):
+    """Takes up to `limit` tasks, splits of one head one after the other; False when none is left."""
+    heads, splits = field(call, KV_HEADS), field(call, SPLITS)
+    for _ in range(limit):
+        task = fetch_add(field(call, NEXT_TASK), 1)
+        if task >= field(call, TASKS):
+            return False
+        head, split = task // splits, task % splits
+        _decode_split(kind, call, scratch, head // heads, head % heads, split)
+        if splits == 1:
+            _finish(kind, call, scratch, head // heads, head % heads)
+        else:
+            _keep(kind, call, scratch, task)
+    return True
+
+
+@njit
+def _out_row(kind, call):
+    return padded(kind, field(call, VALUE_DIM)) * compute_size(kind)
+
+
+@njit
+def _decode_split(kind, call, scratch, batch, kv_head, split):
+    """The online softmax of all rows over one split of keys."""
+    table, width = scratch + field(call, AT_ROWS), lanes(kind)
+    set_rows(kind, call, table, batch, kv_head, 0, width, False)
+    locate_rows(call, table, QUERY, QUERY_ROW, batch, kv_head, 0, width)
+    rows, head_dim = peek_int64(table + COUNT), field(call, HEAD_DIM)
+    direct = _reads_keys_directly(kind, call)
+    query_row = head_dim * itemsize(kind) if direct else padded(kind, head_dim) * compute_size(kind)
+    if direct:
+        _copy_queries(kind, call, table, rows, query_row, scratch + field(call, AT_QUERY))
+    else:
+        step = field(call, QUERY + 4)
+        stage_lanes(kind, table + QUERY_ROW, step, rows, head_dim, scratch + field(call, AT_QUERY), query_row, width)
+    fill(kind, scratch + field(call, AT_OUT), _out_row(kind, call), rows, padded(kind, field(call, VALUE_DIM)), 0.0)
+    fill(kind, scratch + field(call, AT_SCORES), vector_size(kind), field(call, TILE_KEYS), width, 0.0)
+    start_rows(kind, call, table, kv_head, 0, width, field(call, SINKS) if split == 0 else 0)
+    start, step = split * field(call, SPLIT_KEYS), field(call, TILE_KEYS)
+    low = max(start, peek_int64(table + LOW) // step * step)
+    high = min(start + field(call, SPLIT_KEYS), peek_int64(table + HIGH))
+    for first in range(low, high, step):
+        _decode_keys(kind, call, scratch, batch, kv_head, first, min(step, high - first), rows, direct, query_row)
+
+
+@njit
+def _reads_keys_directly(kind, call):
+    """Whether rows of K are whole registers of contiguous numbers; else tiles of K are staged."""
+    size = itemsize(kind)
+    whole = field(call, HEAD_DIM) * size % register_bytes(dot_kind(kind)) == 0
+    return whole and field(call, KEY + 4) == size and field(call, QUERY + 4) == size
+
+
+@njit
+def _copy_queries(kind, call, table, rows, query_row, target):
+    """Rows of Q as they are stored, one behind the other (16-bit units serve every dtype)."""
+    for row in range(rows):
+        source = peek_int64(table + QUERY_ROW + 8 * row)
+        for at in range(0, query_row, 2):
+            copy_int16(source + at, target + row * query_row + at)
+
+
+@njit
+def _decode_keys(kind, call, scratch, batch, kv_head, first, keys, rows, direct, query_row):
+    width, row = lanes(kind), vector_size(kind)
+    table, scores, query = scratch + field(call, AT_ROWS), scratch + field(call, AT_SCORES), scratch + field(call, AT_QUERY)
+    spare, out, out_row = scratch + field(call, AT_BIAS), scratch + field(call, AT_OUT), _out_row(kind, call)
+    key, key_row = tensor_at(call, KEY, batch, kv_head, first), field(call, KEY + 3)
+    if direct:
+        score_rows(dot_kind(kind), key, key_row, query, query_row, query_row, keys, rows, scores, row, spare)
+    else:
+        staged = scratch + field(call, AT_KEY)
+        stage_natural(kind, key, key_row, field(call, KEY + 4), keys, field(call, HEAD_DIM), staged, query_row)
+        score_rows(compute_kind(kind), staged, query_row, query, query_row, query_row, keys, rows, scores, row, spare)
+    finish_scores(kind, call, table, scores, 0, spare, first, keys, width)
+    quads = (keys + 3) // 4 * 4
+    fill(kind, scores + keys * row, row, quads - keys, width, -math.inf)
+    if online_softmax(kind, call, table, scores, score_factor(call), first, quads, width):
+        _rescale_rows(kind, out, out_row, rows, table + FACTOR)
+    partial = field(call, MASK) != 0 or field(call, BIAS) != 0 or not is_full(table, first, keys)
+    if partial and not all_finite(kind, call, VALUE, batch, kv_head, first, keys, VALUE_DIM):
+        size = compute_size(kind)
+        accumulate_exactly(kind, call, table, scores, width, out, out_row, size, batch, kv_head, first, keys)
+        return
+    _weigh_values(kind, call, scratch, batch, kv_head, first, keys, rows)
+
+
+@njit
+def _weigh_values(kind, call, scratch, batch, kv_head, first, keys, rows):
+    value, value_row = tensor_at(call, VALUE, batch, kv_head, first), field(call, VALUE + 3)
+    scores, out, row, value_dim = scratch + field(call, AT_SCORES), scratch + field(call, AT_OUT), vector_size(kind), field(call, VALUE_DIM)
+    out_row, vectors = _out_row(kind, call), padded(kind, value_dim) // lanes(kind)
+    if value_dim % lanes(kind) == 0 and field(call, VALUE + 4) == itemsize(kind):
+        weigh_rows(kind, scores, row, value, value_row, keys, rows, vectors, out, out_row)
+    else:
+        staged = scratch + field(call, AT_VALUE)
+        stage_natural(kind, value, value_row, field(call, VALUE + 4), keys, value_dim, staged, out_row)
+        weigh_rows(compute_kind(kind), scores, row, staged, out_row, keys, rows, vectors, out, out_row)
+
+
+@njit
+def _rescale_rows(kind, out, out_row, rows, factors):
+    for r in range(rows):
+        factor = splat(kind, peek(kind, factors + r * compute_size(kind)))
+        for at in range(out + r * out_row, out + (r + 1) * out_row, vector_size(kind)):
+            store(at, load(kind, at) * factor)
+
+
+@njit
+def _finish(kind, call, scratch, batch, kv_head):
+    """Normalises the rows and writes them, with their LSE."""
+    table, size = scratch + field(call, AT_ROWS), compute_size(kind)
+    finish_rows(kind, call, table, batch, kv_head, 0, lanes(kind))
+    locate_rows(call, table, OUT, OUT_ROW, batch, kv_head, 0, lanes(kind))
+    out, out_row = scratch + field(call, AT_OUT), _out_row(kind, call)
+    for r in range(peek_int64(table + COUNT)):
+        factor, target = peek(kind, table + FACTOR + r * size), peek_int64(table + OUT_ROW + 8 * r)
+        source = out + r * out_row
+        unstage_natural(kind, source, out_row, factor, target, 0, field(call, OUT + 4), 1, field(call, VALUE_DIM))
+
+
+@njit
+def _state(kind, call, task):
+    """Where a task keeps its state: row maxima, row sums, unnormalised rows of O."""
+    return field(call, SPACE) + task * (2 * vector_size(kind) + lanes(kind) * _out_row(kind, call))
+
+
+@njit
+def _copy(kind, source, target, size):
+    for at in range(0, size, vector_size(kind)):
+        store(target + at, load(kind, source + at))
+
+
+@njit
+def _keep(kind, call, scratch, task):
+    table, state, one = scratch + field(call, AT_ROWS), _state(kind, call, task), vector_size(kind)
+    _copy(kind, table + ROW_MAX, state, one)
+    _copy(kind, table + ROW_SUM, state + one, one)
+    rows = peek_int64(table + COUNT)
+    _copy(kind, scratch + field(call, AT_OUT), state + 2 * one, rows * _out_row(kind, call))
+
+
+@njit(nogil=True)
+def merge(kind, call, scratch, limit):
+    """Combines the states of every split of one head, in order; tasks are heads."""
+    heads = field(call, KV_HEADS)
+    for _ in range(limit):
+        task = fetch_add(field(call, NEXT_TASK), 1)
+        if task >= field(call, TASKS):
+            return False
+        _merge_head(kind, call, scratch, task)
+        _finish(kind, call, scratch, task // heads, task % heads)
+    return True
+
+
+@njit
+def _merge_head(kind, call, scratch, head):
+    table, size, one = scratch + field(call, AT_ROWS), compute_size(kind), vector_size(kind)
+    heads, splits, out_row = field(call, KV_HEADS), field(call, SPLITS), _out_row(kind, call)
+    set_rows(kind, call, table, head // heads, head % heads, 0, lanes(kind), False)
+    rows, out = peek_int64(table + COUNT), scratch + field(call, AT_OUT)
+    fill(kind, out, out_row, rows, out_row // size, 0.0)
+    for r in range(rows):
+        largest, total = -math.inf, 0.0
+        for split in range(splits):
+            row_max = peek(kind, _state(kind, call, head * splits + split) + r * size)
+            if row_max > largest or row_max != row_max:
+                largest = row_max
+        for split in range(splits):
+            state = _state(kind, call, head * splits + split)
+            row_max, row_sum = peek(kind, state + r * size), peek(kind, state + one + r * size)
+            if row_max == -math.inf:  # nothing seen in this split
+                continue
+            factor = 2.0 ** (row_max - largest)
+            total += row_sum * factor
+            source, target = state + 2 * one + r * out_row, out + r * out_row
+            weight = splat(kind, factor)
+            for at in range(0, out_row, one):
+                store(target + at, load(kind, target + at) + weight * load(kind, source + at))
+        poke(kind, table + ROW_MAX + r * size, largest)
+        poke(kind, table + ROW_SUM + r * size, total)
