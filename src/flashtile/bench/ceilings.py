@@ -20,13 +20,15 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from ..cpu import simd
+from ..cpu.kinds import FLOAT32, TARGET
+from ..cpu.llvm import dot_pairs_value, fma_value
 
 CHAINS = 12  # latency x throughput of one FMA is 8 to 10 on current cores; AVX2 has 16 registers
 
 
 def _chain_step(instruction: Callable[..., Any]) -> Any:
     """An intrinsic that advances CHAINS independent accumulators by one instruction each."""
-    vector = simd.FLOAT32.numba_type.vector
+    vector = FLOAT32.numba_type.vector
     chains = types.UniTuple(vector, CHAINS)
 
     @intrinsic
@@ -57,7 +59,7 @@ def _chain_step(instruction: Callable[..., Any]) -> Any:
 
     @njit(nogil=True)
     def work(count):  # type: ignore[no-untyped-def]  # numba reads the signature
-        x = simd.splat(simd.FLOAT32, 1e-3)
+        x = simd.splat(FLOAT32, 1e-3)
         accumulators = zeros()
         for _ in range(count):
             accumulators = step(x, accumulators)
@@ -67,11 +69,11 @@ def _chain_step(instruction: Callable[..., Any]) -> Any:
 
 
 def _fma(b: ir.IRBuilder, x: ir.Value, total: ir.Value) -> ir.Value:
-    return simd.fma_value(b, simd.FLOAT32.numba_type.vector, x, x, total)
+    return fma_value(b, FLOAT32.numba_type.vector, x, x, total)
 
 
 def _dot(b: ir.IRBuilder, x: ir.Value, total: ir.Value) -> ir.Value:
-    return simd.dot_pairs_value(b, total, x, x)
+    return dot_pairs_value(b, total, x, x)
 
 
 @njit(nogil=True, fastmath=True)
@@ -104,7 +106,7 @@ def _peak(instruction: Callable[..., Any], flops_per_lane: int, threads: int) ->
     work, count = _chain_step(instruction), 4_000_000
     work(1)
     seconds = _best_seconds(lambda _: work(count), threads, rounds=20)
-    return float(flops_per_lane * simd.FLOAT32.lanes * CHAINS * count * threads / seconds)
+    return float(flops_per_lane * FLOAT32.lanes * CHAINS * count * threads / seconds)
 
 
 def fma_peak(threads: int) -> float:
@@ -114,7 +116,7 @@ def fma_peak(threads: int) -> float:
 
 def bf16_dot_peak(threads: int) -> float | None:
     """bfloat16 operations per second with pair dot products; None where there is no such instruction."""
-    return _peak(_dot, 4, threads) if simd.TARGET.bfloat16_dot else None
+    return _peak(_dot, 4, threads) if TARGET.bfloat16_dot else None
 
 
 def read_bandwidth(threads: int, size: int = 2**29) -> float:

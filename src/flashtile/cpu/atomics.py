@@ -5,11 +5,11 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
-from .simd import I32, I64, call, pointer
+from .kinds import I32, I64
+from .llvm import call, pointer
 
 
 @intrinsic
@@ -53,7 +53,7 @@ def _yield_processor(tc: Any) -> Any:
 
 
 @njit
-def wait_above(address, value):
+def wait_above(address: int, value: int) -> None:
     """Returns once the shared int64 exceeds value; yields the processor to whoever must raise it."""
     spins = 0
     while _load_acquire(address) <= value:

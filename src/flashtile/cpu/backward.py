@@ -1,8 +1,9 @@
-"""Backward pass: FlashAttention-2, algorithm 2. P is recomputed from LSE; five products of one shape per tile.
+"""Backward pass: FlashAttention-2, algorithm 2. P is recomputed from LSE; five products of one shape per
+tile.
 
 One task owns the dK and dV of one split of the keys and runs over all tiles of query rows. dQ of a row tile
-collects from every split in order: a split waits until the one before it has passed the tile, so the bits do not
-depend on the threads, and no atomics on floats are needed.
+collects from every split in order: a split waits until the one before it has passed the tile, so the bits do
+not depend on the threads, and no atomics on floats are needed.
 """
 
 from __future__ import annotations
@@ -63,7 +64,8 @@ from .call import (
 from .exact import backward_exactly
 from .gemm import COLUMNS, multiply
 from .gradients import pass_gradients_on, score_gradients
-from .operands import all_finite, columns_operand, key_operand, lanes_finite
+from .kinds import Kind, compute_size, is_pairs, itemsize, lanes
+from .operands import Operand, all_finite, columns_operand, key_operand, lanes_finite
 from .rows import (
     COUNT,
     FACTOR,
@@ -80,26 +82,13 @@ from .rows import (
     tensor_at,
 )
 from .scores import LOG2_E, finish_scores, is_full
-from .simd import (
-    compute_size,
-    fma,
-    is_pairs,
-    itemsize,
-    lanes,
-    load_stored,
-    peek,
-    peek_int64,
-    poke,
-    read,
-    splat,
-    vector_size,
-)
+from .simd import fma, load_stored, peek, peek_int64, poke, read, splat
 from .stage import fill, padded, stage_lanes, stage_query, unstage_natural, unstage_transposed
 from .tiles import sum_lanes
 
 
 @njit(nogil=True)
-def row_deltas(kind, call, scratch, limit):
+def row_deltas(kind: Kind, call: int, scratch: int, limit: int) -> bool:
     """delta = rowsum(dO * O) for tasks of one (batch, head) each; the caller has put -dLSE there."""
     heads = field(call, KV_HEADS) * field(call, GROUP)
     for _ in range(limit):
@@ -115,7 +104,7 @@ def row_deltas(kind, call, scratch, limit):
 
 
 @njit
-def _dot(kind, call, out, grad):
+def _dot(kind: Kind, call: int, out: int, grad: int) -> float:
     count, out_step, grad_step = field(call, VALUE_DIM), field(call, OUT + 4), field(call, GRAD_OUT + 4)
     size, total = itemsize(kind), splat(kind, 0.0)
     whole = count // lanes(kind) * lanes(kind) if out_step == size and grad_step == size else 0
@@ -128,7 +117,7 @@ def _dot(kind, call, out, grad):
 
 
 @njit(nogil=True)
-def backward(kind, call, scratch, limit):
+def backward(kind: Kind, call: int, scratch: int, limit: int) -> bool:
     """Takes up to `limit` tasks, early splits (causal: heaviest) first; False when none is left."""
     parallel = field(call, TASKS) // field(call, SPLITS)
     for _ in range(limit):
@@ -141,9 +130,9 @@ def backward(kind, call, scratch, limit):
 
 
 @njit
-def _split_backward(kind, call, scratch, parallel_index, split):
+def _split_backward(kind: Kind, call: int, scratch: int, parallel_index: int, split: int) -> None:
     """dK and dV of one split of keys, and its share of every dQ."""
-    heads, width = field(call, KV_HEADS), COLUMNS * lanes(kind)
+    heads = field(call, KV_HEADS)
     batch, kv_head = parallel_index // heads, parallel_index % heads
     first = split * field(call, SPLIT_KEYS)
     keys = min(field(call, SPLIT_KEYS), field(call, KEY_LENGTH) - first)
@@ -156,10 +145,14 @@ def _split_backward(kind, call, scratch, parallel_index, split):
     finite = finite and all_finite(kind, call, VALUE, batch, kv_head, first, keys, VALUE_DIM)
     # Each operand form of K and V is staged once and serves every tile of rows.
     k = key_operand(kind, call, KEY, batch, kv_head, first, keys, HEAD_DIM, scratch + field(call, AT_KEY))
-    v = key_operand(kind, call, VALUE, batch, kv_head, first, keys, VALUE_DIM, scratch + field(call, AT_VALUE))
+    v = key_operand(
+        kind, call, VALUE, batch, kv_head, first, keys, VALUE_DIM, scratch + field(call, AT_VALUE)
+    )
     kt = k[0], k[2], k[1], keys
     if is_pairs(kind):
-        kt = columns_operand(kind, call, KEY, batch, kv_head, first, keys, HEAD_DIM, scratch + field(call, AT_KEY_COLUMNS))
+        kt = columns_operand(
+            kind, call, KEY, batch, kv_head, first, keys, HEAD_DIM, scratch + field(call, AT_KEY_COLUMNS)
+        )
     for tile in range(field(call, TILES)):
         _await_turn(call, parallel_index, split, tile)
         _tile_backward(kind, call, scratch, batch, kv_head, split, first, keys, tile, k, v, kt, finite)
@@ -169,11 +162,13 @@ def _split_backward(kind, call, scratch, parallel_index, split):
     unstage_natural(kind, grad_key, key_row, scale, target, steps[0], steps[1], keys, field(call, HEAD_DIM))
     target = tensor_at(call, GRAD_VALUE, batch, kv_head, first)
     steps = field(call, GRAD_VALUE + 3), field(call, GRAD_VALUE + 4)
-    unstage_natural(kind, grad_value, value_row, 1.0, target, steps[0], steps[1], keys, field(call, VALUE_DIM))
+    unstage_natural(
+        kind, grad_value, value_row, 1.0, target, steps[0], steps[1], keys, field(call, VALUE_DIM)
+    )
 
 
 @njit
-def _await_turn(call, parallel_index, split, tile):
+def _await_turn(call: int, parallel_index: int, split: int, tile: int) -> None:
     """Waits for whoever adds to the same dQ tile, or to the same tile of a shared bias, before this task."""
     progress, splits, heads = field(call, PROGRESS), field(call, SPLITS), field(call, KV_HEADS)
     if split > 0:
@@ -190,7 +185,21 @@ def _await_turn(call, parallel_index, split, tile):
 
 
 @njit
-def _tile_backward(kind, call, scratch, batch, kv_head, split, first, keys, tile, k, v, kt, finite):
+def _tile_backward(
+    kind: Kind,
+    call: int,
+    scratch: int,
+    batch: int,
+    kv_head: int,
+    split: int,
+    first: int,
+    keys: int,
+    tile: int,
+    k: Operand,
+    v: Operand,
+    kt: Operand,
+    finite: bool,
+) -> None:
     """One tile of rows against one split of keys."""
     width, size = COLUMNS * lanes(kind), compute_size(kind)
     start, row, head_dim = tile * width, width * size, field(call, HEAD_DIM)
@@ -201,13 +210,29 @@ def _tile_backward(kind, call, scratch, batch, kv_head, split, first, keys, tile
     if split == 0:
         fill(kind, grad_query, row, head_dim, width, 0.0)
     # Whole groups of 4 keys: a pair is never half inside the range.
-    low, high = max(first, peek_int64(table + LOW)), min(first + keys, (peek_int64(table + HIGH) + 3) // 4 * 4)
+    low, high = (
+        max(first, peek_int64(table + LOW)),
+        min(first + keys, (peek_int64(table + HIGH) + 3) // 4 * 4),
+    )
     if low < high:
         _load_rows(kind, call, scratch, table, batch, kv_head, start, width)
         step = field(call, TILE_KEYS)
         for at in range(first + (low - first) // step * step, high, step):
             _keys_backward(
-                kind, call, scratch, batch, kv_head, split, at, at - first, min(step, high - at), grad_query, k, v, kt, finite
+                kind,
+                call,
+                scratch,
+                batch,
+                kv_head,
+                split,
+                at,
+                at - first,
+                min(step, high - at),
+                grad_query,
+                k,
+                v,
+                kt,
+                finite,
             )
     if split == field(call, SPLITS) - 1:
         locate_rows(call, table, GRAD_QUERY, GRAD_QUERY_ROW, batch, kv_head, start, width)
@@ -226,7 +251,9 @@ def _tile_backward(kind, call, scratch, batch, kv_head, split, first, keys, tile
 
 
 @njit
-def _load_rows(kind, call, scratch, table, batch, kv_head, start, width):
+def _load_rows(
+    kind: Kind, call: int, scratch: int, table: int, batch: int, kv_head: int, start: int, width: int
+) -> None:
     """Q and dO of the tile, transposed and as rows; LSE and delta per lane."""
     size, count, group = compute_size(kind), peek_int64(table + COUNT), field(call, GROUP)
     row, head_dim, value_dim = width * size, field(call, HEAD_DIM), field(call, VALUE_DIM)
@@ -253,14 +280,31 @@ def _load_rows(kind, call, scratch, table, batch, kv_head, start, width):
 
 
 @njit
-def _keys_backward(kind, call, scratch, batch, kv_head, split, first, inside, keys, grad_query, k, v, kt, finite):
+def _keys_backward(
+    kind: Kind,
+    call: int,
+    scratch: int,
+    batch: int,
+    kv_head: int,
+    split: int,
+    first: int,
+    inside: int,
+    keys: int,
+    grad_query: int,
+    k: Operand,
+    v: Operand,
+    kt: Operand,
+    finite: bool,
+) -> None:
     """The five products for keys [first, first + keys), which start `inside` the split."""
     width, size = COLUMNS * lanes(kind), compute_size(kind)
     row, table, quads = width * size, scratch + field(call, AT_ROWS), (keys + 3) // 4 * 4
     scores, grad_scores = scratch + field(call, AT_SCORES), scratch + field(call, AT_GRAD_SCORES)
     query, grad_out = scratch + field(call, AT_QUERY), scratch + field(call, AT_GRAD_OUT)
     multiply(kind, k[0] + inside * k[1], k[1], k[2], query, row, scores, row, keys, k[3], COLUMNS, False)
-    multiply(kind, v[0] + inside * v[1], v[1], v[2], grad_out, row, grad_scores, row, keys, v[3], COLUMNS, False)
+    multiply(
+        kind, v[0] + inside * v[1], v[1], v[2], grad_out, row, grad_scores, row, keys, v[3], COLUMNS, False
+    )
     slope, spare = scratch + field(call, AT_SLOPE), scratch + field(call, AT_BIAS)
     finish_scores(kind, call, table, scores, slope, spare, first, keys, width)
     fill(kind, scores + keys * row, row, quads - keys, width, -math.inf)
@@ -275,7 +319,9 @@ def _keys_backward(kind, call, scratch, batch, kv_head, split, first, inside, ke
 
 
 @njit
-def _multiply_gradients(kind, call, scratch, inside, keys, grad_query, kt, width):
+def _multiply_gradients(
+    kind: Kind, call: int, scratch: int, inside: int, keys: int, grad_query: int, kt: Operand, width: int
+) -> None:
     """dV += P^T dO, dK += dS^T Q, dQ^T += K^T dS^T."""
     size, head_dim, value_dim = compute_size(kind), field(call, HEAD_DIM), field(call, VALUE_DIM)
     row, key_row, value_row = width * size, padded(kind, head_dim) * size, padded(kind, value_dim) * size
@@ -287,10 +333,36 @@ def _multiply_gradients(kind, call, scratch, inside, keys, grad_query, kt, width
     rows = scratch + field(call, AT_GRAD_OUT_ROWS)
     target = scratch + field(call, AT_GRAD_VALUE) + inside * value_row
     vectors = padded(kind, value_dim) // lanes(kind)
-    multiply(kind, p, step, 4 if is_pairs(kind) else size, rows, value_row, target, value_row, keys, depth, vectors, True)
+    multiply(
+        kind,
+        p,
+        step,
+        4 if is_pairs(kind) else size,
+        rows,
+        value_row,
+        target,
+        value_row,
+        keys,
+        depth,
+        vectors,
+        True,
+    )
     rows = scratch + field(call, AT_QUERY_ROWS)
     target = scratch + field(call, AT_GRAD_KEY) + inside * key_row
     vectors = padded(kind, head_dim) // lanes(kind)
-    multiply(kind, ds, step, 4 if is_pairs(kind) else size, rows, key_row, target, key_row, keys, depth, vectors, True)
+    multiply(
+        kind,
+        ds,
+        step,
+        4 if is_pairs(kind) else size,
+        rows,
+        key_row,
+        target,
+        key_row,
+        keys,
+        depth,
+        vectors,
+        True,
+    )
     a = kt[0] + inside_columns * kt[2]
     multiply(kind, a, kt[1], kt[2], ds_columns, row, grad_query, row, head_dim, inner, COLUMNS, True)

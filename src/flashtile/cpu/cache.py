@@ -1,8 +1,8 @@
 """Compiled kernels on disk.
 
 Numba's own cache watches one source file per function; a kernel here depends on every file of this folder, so
-the key covers them all, with the versions and the instruction set. One file per compiled function, written to a
-temporary name and renamed: processes that start together at worst compile twice.
+the key covers them all, with the versions and the instruction set. One file per compiled function, written to
+a temporary name and renamed: processes that start together at worst compile twice.
 """
 
 from __future__ import annotations
@@ -52,7 +52,9 @@ def _usable(folder: Path) -> bool:
 
 @cache
 def folder() -> Path | None:
-    """Where compiled kernels are kept; None if nowhere can be written (kernels are then compiled in each process)."""
+    """Where compiled kernels are kept; None if nowhere can be written (kernels are then compiled in each
+    process).
+    """
     return next((path for path in _candidates() if _usable(path)), None)
 
 
@@ -66,7 +68,7 @@ def _environment() -> bytes:
     return digest.digest()
 
 
-class DiskCache(_Cache):  # type: ignore[misc]
+class DiskCache(_Cache):
     """What a Numba dispatcher asks for compiled code before it compiles."""
 
     def __init__(self, name: str) -> None:

@@ -1,6 +1,7 @@
 """One call described for the kernels: an int64 array of addresses, strides (in bytes), sizes and options.
 
-Passing one address keeps a call at microseconds and the compiled code independent of NumPy dtypes and layouts.
+Passing one address keeps a call at microseconds and the compiled code independent of NumPy dtypes and
+layouts.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ FIRST, LAST, SLOPES = _fields(3), _fields(3), _fields(3)  # address; batch, row 
 SINKS = _fields(2)  # address; head
 LOWER, UPPER = _fields(1), _fields(1)
 SCALE, SOFTCAP, KEEP_SCALE = (_fields(1) for _ in range(3))  # float64 bits; softcap 0 = none
-DROPOUT_THRESHOLD, SEED_LOW, SEED_HIGH = (_fields(1) for _ in range(3))  # keep words >= threshold; 0 = no dropout
+DROPOUT_THRESHOLD, SEED_LOW, SEED_HIGH = (
+    _fields(1) for _ in range(3)
+)  # keep words >= threshold; 0 = no dropout
 TILES, SPLITS, TASKS, NEXT_TASK = (_fields(1) for _ in range(4))  # NEXT_TASK: address of the shared counter
 SPLIT_KEYS, SPACE, PROGRESS, GRAD_SLOPES = (_fields(1) for _ in range(4))  # of decode and backward
 TILE_KEYS = _fields(1)
@@ -53,12 +56,12 @@ UNBOUNDED = 1 << 40
 
 
 @njit(forceinline=True)
-def field(call, index):
+def field(call: int, index: int) -> int:
     return peek_int64(call + 8 * index)
 
 
 @njit(forceinline=True)
-def real_field(call, index):
+def real_field(call: int, index: int) -> float:
     return peek_float64(call + 8 * index)
 
 

@@ -1,7 +1,7 @@
 """Few query rows against many keys: split over the keys, packed over the heads of a group, limited by memory.
 
-One task is one split of keys of one key head; it leaves a partial online-softmax state, and `merge` combines the
-states of a head exactly: rescale to the larger maximum, then add.
+One task is one split of keys of one key head; it leaves a partial online-softmax state, and `merge` combines
+the states of a head exactly: rescale to the larger maximum, then add.
 """
 
 from __future__ import annotations
@@ -40,16 +40,29 @@ from .call import (
 from .dots import compute_kind, dot_kind, register_bytes, score_rows, weigh_rows
 from .exact import accumulate_exactly
 from .forward import finish_rows, start_rows
+from .kinds import Kind, compute_size, itemsize, lanes, vector_size
 from .operands import all_finite
-from .rows import COUNT, FACTOR, HIGH, LOW, OUT_ROW, QUERY_ROW, ROW_MAX, ROW_SUM, locate_rows, set_rows, tensor_at
+from .rows import (
+    COUNT,
+    FACTOR,
+    HIGH,
+    LOW,
+    OUT_ROW,
+    QUERY_ROW,
+    ROW_MAX,
+    ROW_SUM,
+    locate_rows,
+    set_rows,
+    tensor_at,
+)
 from .scores import finish_scores, is_full, score_factor
-from .simd import compute_size, copy_int16, itemsize, lanes, load, peek, peek_int64, poke, splat, store, vector_size
+from .simd import copy_int16, load, peek, peek_int64, poke, splat, store
 from .softmax import online_softmax
 from .stage import fill, padded, stage_lanes, stage_natural, unstage_natural
 
 
 @njit(nogil=True)
-def decode(kind, call, scratch, limit):
+def decode(kind: Kind, call: int, scratch: int, limit: int) -> bool:
     """Takes up to `limit` tasks, splits of one head one after the other; False when none is left."""
     heads, splits = field(call, KV_HEADS), field(call, SPLITS)
     for _ in range(limit):
@@ -66,12 +79,12 @@ def decode(kind, call, scratch, limit):
 
 
 @njit
-def _out_row(kind, call):
+def _out_row(kind: Kind, call: int) -> int:
     return padded(kind, field(call, VALUE_DIM)) * compute_size(kind)
 
 
 @njit
-def _decode_split(kind, call, scratch, batch, kv_head, split):
+def _decode_split(kind: Kind, call: int, scratch: int, batch: int, kv_head: int, split: int) -> None:
     """The online softmax of all rows over one split of keys."""
     table, width = scratch + field(call, AT_ROWS), lanes(kind)
     set_rows(kind, call, table, batch, kv_head, 0, width, False)
@@ -83,19 +96,30 @@ def _decode_split(kind, call, scratch, batch, kv_head, split):
         _copy_queries(kind, call, table, rows, query_row, scratch + field(call, AT_QUERY))
     else:
         step = field(call, QUERY + 4)
-        stage_lanes(kind, table + QUERY_ROW, step, rows, head_dim, scratch + field(call, AT_QUERY), query_row, width)
-    fill(kind, scratch + field(call, AT_OUT), _out_row(kind, call), rows, padded(kind, field(call, VALUE_DIM)), 0.0)
+        stage_lanes(
+            kind, table + QUERY_ROW, step, rows, head_dim, scratch + field(call, AT_QUERY), query_row, width
+        )
+    fill(
+        kind,
+        scratch + field(call, AT_OUT),
+        _out_row(kind, call),
+        rows,
+        padded(kind, field(call, VALUE_DIM)),
+        0.0,
+    )
     fill(kind, scratch + field(call, AT_SCORES), vector_size(kind), field(call, TILE_KEYS), width, 0.0)
     start_rows(kind, call, table, kv_head, 0, width, field(call, SINKS) if split == 0 else 0)
     start, step = split * field(call, SPLIT_KEYS), field(call, TILE_KEYS)
     low = max(start, peek_int64(table + LOW) // step * step)
     high = min(start + field(call, SPLIT_KEYS), peek_int64(table + HIGH))
     for first in range(low, high, step):
-        _decode_keys(kind, call, scratch, batch, kv_head, first, min(step, high - first), rows, direct, query_row)
+        _decode_keys(
+            kind, call, scratch, batch, kv_head, first, min(step, high - first), rows, direct, query_row
+        )
 
 
 @njit
-def _reads_keys_directly(kind, call):
+def _reads_keys_directly(kind: Kind, call: int) -> bool:
     """Whether rows of K are whole registers of contiguous numbers; else tiles of K are staged."""
     size = itemsize(kind)
     whole = field(call, HEAD_DIM) * size % register_bytes(dot_kind(kind)) == 0
@@ -103,7 +127,7 @@ def _reads_keys_directly(kind, call):
 
 
 @njit
-def _copy_queries(kind, call, table, rows, query_row, target):
+def _copy_queries(kind: Kind, call: int, table: int, rows: int, query_row: int, target: int) -> None:
     """Rows of Q as they are stored, one behind the other (16-bit units serve every dtype)."""
     for row in range(rows):
         source = peek_int64(table + QUERY_ROW + 8 * row)
@@ -112,17 +136,36 @@ def _copy_queries(kind, call, table, rows, query_row, target):
 
 
 @njit
-def _decode_keys(kind, call, scratch, batch, kv_head, first, keys, rows, direct, query_row):
+def _decode_keys(
+    kind: Kind,
+    call: int,
+    scratch: int,
+    batch: int,
+    kv_head: int,
+    first: int,
+    keys: int,
+    rows: int,
+    direct: bool,
+    query_row: int,
+) -> None:
     width, row = lanes(kind), vector_size(kind)
-    table, scores, query = scratch + field(call, AT_ROWS), scratch + field(call, AT_SCORES), scratch + field(call, AT_QUERY)
+    table, scores, query = (
+        scratch + field(call, AT_ROWS),
+        scratch + field(call, AT_SCORES),
+        scratch + field(call, AT_QUERY),
+    )
     spare, out, out_row = scratch + field(call, AT_BIAS), scratch + field(call, AT_OUT), _out_row(kind, call)
     key, key_row = tensor_at(call, KEY, batch, kv_head, first), field(call, KEY + 3)
     if direct:
         score_rows(dot_kind(kind), key, key_row, query, query_row, query_row, keys, rows, scores, row, spare)
     else:
         staged = scratch + field(call, AT_KEY)
-        stage_natural(kind, key, key_row, field(call, KEY + 4), keys, field(call, HEAD_DIM), staged, query_row)
-        score_rows(compute_kind(kind), staged, query_row, query, query_row, query_row, keys, rows, scores, row, spare)
+        stage_natural(
+            kind, key, key_row, field(call, KEY + 4), keys, field(call, HEAD_DIM), staged, query_row
+        )
+        score_rows(
+            compute_kind(kind), staged, query_row, query, query_row, query_row, keys, rows, scores, row, spare
+        )
     finish_scores(kind, call, table, scores, 0, spare, first, keys, width)
     quads = (keys + 3) // 4 * 4
     fill(kind, scores + keys * row, row, quads - keys, width, -math.inf)
@@ -137,9 +180,16 @@ def _decode_keys(kind, call, scratch, batch, kv_head, first, keys, rows, direct,
 
 
 @njit
-def _weigh_values(kind, call, scratch, batch, kv_head, first, keys, rows):
+def _weigh_values(
+    kind: Kind, call: int, scratch: int, batch: int, kv_head: int, first: int, keys: int, rows: int
+) -> None:
     value, value_row = tensor_at(call, VALUE, batch, kv_head, first), field(call, VALUE + 3)
-    scores, out, row, value_dim = scratch + field(call, AT_SCORES), scratch + field(call, AT_OUT), vector_size(kind), field(call, VALUE_DIM)
+    scores, out, row, value_dim = (
+        scratch + field(call, AT_SCORES),
+        scratch + field(call, AT_OUT),
+        vector_size(kind),
+        field(call, VALUE_DIM),
+    )
     out_row, vectors = _out_row(kind, call), padded(kind, value_dim) // lanes(kind)
     if value_dim % lanes(kind) == 0 and field(call, VALUE + 4) == itemsize(kind):
         weigh_rows(kind, scores, row, value, value_row, keys, rows, vectors, out, out_row)
@@ -150,7 +200,7 @@ def _weigh_values(kind, call, scratch, batch, kv_head, first, keys, rows):
 
 
 @njit
-def _rescale_rows(kind, out, out_row, rows, factors):
+def _rescale_rows(kind: Kind, out: int, out_row: int, rows: int, factors: int) -> None:
     for r in range(rows):
         factor = splat(kind, peek(kind, factors + r * compute_size(kind)))
         for at in range(out + r * out_row, out + (r + 1) * out_row, vector_size(kind)):
@@ -158,7 +208,7 @@ def _rescale_rows(kind, out, out_row, rows, factors):
 
 
 @njit
-def _finish(kind, call, scratch, batch, kv_head):
+def _finish(kind: Kind, call: int, scratch: int, batch: int, kv_head: int) -> None:
     """Normalises the rows and writes them, with their LSE."""
     table, size = scratch + field(call, AT_ROWS), compute_size(kind)
     finish_rows(kind, call, table, batch, kv_head, 0, lanes(kind))
@@ -167,23 +217,25 @@ def _finish(kind, call, scratch, batch, kv_head):
     for r in range(peek_int64(table + COUNT)):
         factor, target = peek(kind, table + FACTOR + r * size), peek_int64(table + OUT_ROW + 8 * r)
         source = out + r * out_row
-        unstage_natural(kind, source, out_row, factor, target, 0, field(call, OUT + 4), 1, field(call, VALUE_DIM))
+        unstage_natural(
+            kind, source, out_row, factor, target, 0, field(call, OUT + 4), 1, field(call, VALUE_DIM)
+        )
 
 
 @njit
-def _state(kind, call, task):
+def _state(kind: Kind, call: int, task: int) -> int:
     """Where a task keeps its state: row maxima, row sums, unnormalised rows of O."""
     return field(call, SPACE) + task * (2 * vector_size(kind) + lanes(kind) * _out_row(kind, call))
 
 
 @njit
-def _copy(kind, source, target, size):
+def _copy(kind: Kind, source: int, target: int, size: int) -> None:
     for at in range(0, size, vector_size(kind)):
         store(target + at, load(kind, source + at))
 
 
 @njit
-def _keep(kind, call, scratch, task):
+def _keep(kind: Kind, call: int, scratch: int, task: int) -> None:
     table, state, one = scratch + field(call, AT_ROWS), _state(kind, call, task), vector_size(kind)
     _copy(kind, table + ROW_MAX, state, one)
     _copy(kind, table + ROW_SUM, state + one, one)
@@ -192,7 +244,7 @@ def _keep(kind, call, scratch, task):
 
 
 @njit(nogil=True)
-def merge(kind, call, scratch, limit):
+def merge(kind: Kind, call: int, scratch: int, limit: int) -> bool:
     """Combines the states of every split of one head, in order; tasks are heads."""
     heads = field(call, KV_HEADS)
     for _ in range(limit):
@@ -205,7 +257,7 @@ def merge(kind, call, scratch, limit):
 
 
 @njit
-def _merge_head(kind, call, scratch, head):
+def _merge_head(kind: Kind, call: int, scratch: int, head: int) -> None:
     table, size, one = scratch + field(call, AT_ROWS), compute_size(kind), vector_size(kind)
     heads, splits, out_row = field(call, KV_HEADS), field(call, SPLITS), _out_row(kind, call)
     set_rows(kind, call, table, head // heads, head % heads, 0, lanes(kind), False)

@@ -1,4 +1,6 @@
-"""Products for few query rows, where memory is the limit: K and V are read once, in whole vectors along head_dim."""
+"""Products for few query rows, where memory is the limit: K and V are read once, in whole vectors along
+head_dim.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from .simd import (
+from .kinds import (
     BFLOAT16_PAIRS,
     FLOAT32,
     FLOAT64,
@@ -18,20 +20,12 @@ from .simd import (
     TARGET,
     Kind,
     compute_size,
-    const,
-    dot_pairs_value,
-    fma_value,
     itemsize,
     lanes,
-    offset,
-    peek,
-    pointer,
-    poke,
-    splat_value,
-    store,
     vector_size,
-    widen_value,
 )
+from .llvm import const, dot_pairs_value, fma_value, offset, pointer, splat_value, widen_value
+from .simd import peek, poke, store
 from .stage import kind_tag
 from .tiles import sum_lanes, tile_operations
 
@@ -49,7 +43,7 @@ def _load_operand(b: ir.IRBuilder, kind: Kind, address: ir.Value) -> ir.Value:
 
 
 def _dot_step(rows: int) -> Any:
-    """Accumulators += K * Q for lanes / rows keys and `rows` query rows, one register of head_dim at a time."""
+    """Accumulators += K * Q for lanes / rows keys and `rows` query rows, one register of each at a time."""
 
     @intrinsic
     def step(tc: Any, kind: Any, sums: Any, key: Any, key_row: Any, query: Any, query_row: Any) -> Any:
@@ -63,7 +57,11 @@ def _dot_step(rows: int) -> Any:
                 one = _load_operand(b, k, offset(b, key_value, i, key_row_value))
                 for r in range(rows):
                     old = b.extract_value(sums_value, i * rows + r)
-                    new = dot_pairs_value(b, old, one, queries[r]) if k.pairs else fma_value(b, kind.vector, one, queries[r], old)
+                    new = (
+                        dot_pairs_value(b, old, one, queries[r])
+                        if k.pairs
+                        else fma_value(b, kind.vector, one, queries[r], old)
+                    )
                     result.append(new)
             return cgutils.pack_array(b, result)
 
@@ -86,19 +84,21 @@ def _no_sums(tc: Any, kind: Any) -> Any:
 
 @intrinsic
 def _sum_each(tc: Any, kind: Any, sums: Any) -> Any:
-    """Lane i = the sum over the lanes of vector i: log2(lanes) rounds that each halve the number of vectors."""
+    """Lane i = the sum over the lanes of vector i; each of log2(lanes) rounds halves the vectors."""
     n = kind.kind.lanes
 
     def gen(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
         vectors, step = [b.extract_value(args[1], i) for i in range(n)], 1
         mask = ir.VectorType(I32, n)
         while step < n:
-            # Runs of `step` lanes, alternately from two vectors: first the even runs of each, then the odd ones.
+            # Runs of `step` lanes, alternately from two vectors: first the even runs of each, then the odd
+            # ones.
             even = [(lane & ~step) + (n if lane & step else 0) for lane in range(n)]
             odd = [x + step for x in even]
             vectors = [
                 b.fadd(
-                    b.shuffle_vector(x, y, ir.Constant(mask, even)), b.shuffle_vector(x, y, ir.Constant(mask, odd))
+                    b.shuffle_vector(x, y, ir.Constant(mask, even)),
+                    b.shuffle_vector(x, y, ir.Constant(mask, odd)),
                 )
                 for x, y in zip(vectors[::2], vectors[1::2], strict=True)
             ]
@@ -110,7 +110,17 @@ def _sum_each(tc: Any, kind: Any, sums: Any) -> Any:
 
 def _make_dots(rows: int, dot: Any) -> Any:
     @njit
-    def dots(kind, key, key_row, query, query_row, length, scores, score_row, spare):
+    def dots(
+        kind: Kind,
+        key: int,
+        key_row: int,
+        query: int,
+        query_row: int,
+        length: int,
+        scores: int,
+        score_row: int,
+        spare: int,
+    ) -> None:
         """Scores of lanes / rows keys and `rows` query rows; length = bytes of one row, whole registers."""
         sums = _no_sums(kind)
         for at in range(0, length, register_bytes(kind)):
@@ -131,7 +141,7 @@ def _register_bytes(tc: Any, kind: Any) -> Any:
 
 
 @njit(inline="always")
-def register_bytes(kind):
+def register_bytes(kind: Kind) -> int:
     """Stored bytes that one register of `_load_operand` takes."""
     return _register_bytes(kind)
 
@@ -140,7 +150,19 @@ _dots_1, _dots_2, _dots_4 = (_make_dots(rows, dot) for rows, dot in ((1, _dot_1)
 
 
 @njit
-def score_rows(kind, key, key_row, query, query_row, length, keys, rows, scores, score_row, spare):
+def score_rows(
+    kind: Kind,
+    key: int,
+    key_row: int,
+    query: int,
+    query_row: int,
+    length: int,
+    keys: int,
+    rows: int,
+    scores: int,
+    score_row: int,
+    spare: int,
+) -> None:
     """scores[key][row] = K Q^T for few rows: blocks of 4, 2 and 1 rows, as many keys as registers allow."""
     row, size = 0, compute_size(kind)
     while row < rows:
@@ -168,7 +190,7 @@ def score_rows(kind, key, key_row, query, query_row, length, keys, rows, scores,
 
 
 @njit
-def _dot(kind, key, query, length):
+def _dot(kind: Kind, key: int, query: int, length: int) -> float:
     sums = _no_sums(kind)
     for at in range(0, length, register_bytes(kind)):
         sums = _dot_1(kind, sums, key + at, 0, query + at, 0)
@@ -194,7 +216,9 @@ def _make_weigh(rows: int, columns: int) -> Any:
                 place = b.add(weight_value, ir.Constant(I64, r * k.compute_size))
                 weight = splat_value(b, b.load(pointer(b, place, scalar), align=4), k.lanes)
                 for c in range(columns):
-                    result.append(fma_value(b, vector, weight, values[c], b.extract_value(tile_value, r * columns + c)))
+                    result.append(
+                        fma_value(b, vector, weight, values[c], b.extract_value(tile_value, r * columns + c))
+                    )
             return cgutils.pack_array(b, result)
 
         t = types.UniTuple(vector, rows * columns)
@@ -203,7 +227,16 @@ def _make_weigh(rows: int, columns: int) -> Any:
     _, load_tile, store_tile, _ = tile_operations(rows, columns)
 
     @njit
-    def weigh(kind, weights, weight_row, value, value_row, keys, out, out_row):
+    def weigh(
+        kind: Kind,
+        weights: int,
+        weight_row: int,
+        value: int,
+        value_row: int,
+        keys: int,
+        out: int,
+        out_row: int,
+    ) -> None:
         tile = load_tile(kind, out, out_row)
         for j in range(keys):
             tile = step(kind, tile, weights + j * weight_row, value + j * value_row)
@@ -212,11 +245,24 @@ def _make_weigh(rows: int, columns: int) -> Any:
     return weigh
 
 
-_weigh_4_4, _weigh_4_1, _weigh_1_4, _weigh_1_1 = (_make_weigh(r, c) for r, c in ((4, 4), (4, 1), (1, 4), (1, 1)))
+_weigh_4_4, _weigh_4_1, _weigh_1_4, _weigh_1_1 = (
+    _make_weigh(r, c) for r, c in ((4, 4), (4, 1), (1, 4), (1, 1))
+)
 
 
 @njit
-def weigh_rows(kind, weights, weight_row, value, value_row, keys, rows, vectors, out, out_row):
+def weigh_rows(
+    kind: Kind,
+    weights: int,
+    weight_row: int,
+    value: int,
+    value_row: int,
+    keys: int,
+    rows: int,
+    vectors: int,
+    out: int,
+    out_row: int,
+) -> None:
     """O[row][d] += sum over keys of P[key][row] V[key][d]; V in whole vectors of its own dtype."""
     row, size = 0, compute_size(kind)
     while row < rows:

@@ -10,13 +10,15 @@ import torch
 from numba import types
 
 from . import call as c
-from . import backward as backward_pass
-from . import decode as decode_pass
-from . import forward as forward_pass
+from .backward import backward as backward_kernel
+from .backward import row_deltas
 from .cache import DiskCache
+from .decode import decode, merge
+from .forward import forward as forward_kernel
+from .gemm import COLUMNS
+from .kinds import BFLOAT16, BFLOAT16_PAIRS, FLOAT16, FLOAT32, FLOAT64, TARGET, Kind
 from .rows import TABLE_BYTES
-from .simd import BFLOAT16, BFLOAT16_PAIRS, FLOAT16, FLOAT32, FLOAT64, TARGET, Kind
-from .workers import run
+from .workers import Kernel, run
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,13 +34,17 @@ _KINDS = {
 
 
 @cache
-def compiled(dispatcher: Any, kind: Kind) -> Any:
+def compiled(dispatcher: Any, kind: Kind) -> Kernel:
     """The machine code of one kernel for one kind, from disk or compiled now."""
-    signature = types.int64(kind.numba_type, types.int64, types.int64, types.int64)
+    signature = types.boolean(kind.numba_type, types.int64, types.int64, types.int64)
     dispatcher._cache = DiskCache(dispatcher.py_func.__name__)
     dispatcher.compile(signature)
     entry = dispatcher.overloads[signature.args].entry_point
-    return lambda call, scratch, limit: entry(kind, call, scratch, limit)
+
+    def kernel(call: int, scratch: int, limit: int) -> bool:
+        return bool(entry(kind, call, scratch, limit))
+
+    return kernel
 
 
 def tile_keys(head_dim: int, value_dim: int) -> int:
@@ -56,7 +62,8 @@ def _lay_out(call: array[int], parts: dict[int, int]) -> int:
 
 
 def _padded(kind: Kind, count: int) -> int:
-    return (count + 1 + kind.lanes) // kind.lanes * kind.lanes
+    """At least count + 1, in whole vectors: an odd count of pairs needs one more."""
+    return int(count // kind.lanes + 1) * kind.lanes
 
 
 def forward(problem: AttentionProblem, out: Tensor, lse: Tensor) -> None:
@@ -75,7 +82,7 @@ def forward(problem: AttentionProblem, out: Tensor, lse: Tensor) -> None:
     if query_length * call[c.GROUP] <= kind.lanes:
         _run_decode(BFLOAT16 if kind.pairs else kind, call, batch, work)
         return
-    width, size = forward_pass.COLUMNS * kind.lanes, kind.compute_size
+    width, size = COLUMNS * kind.lanes, kind.compute_size
     call[c.TILES] = -(-query_length * call[c.GROUP] // width)
     tile = call[c.TILE_KEYS] * width * size
     parts = {
@@ -88,7 +95,7 @@ def forward(problem: AttentionProblem, out: Tensor, lse: Tensor) -> None:
         c.AT_BIAS: tile,
     }
     tasks = batch * call[c.KV_HEADS] * call[c.TILES]
-    run(compiled(forward_pass.forward, kind), call, tasks, _lay_out(call, parts), work)
+    run(compiled(forward_kernel, kind), call, tasks, _lay_out(call, parts), work)
 
 
 def _run_decode(kind: Kind, call: array[int], batch: int, work: float) -> None:
@@ -110,9 +117,9 @@ def _run_decode(kind: Kind, call: array[int], batch: int, work: float) -> None:
     state = (2 * kind.lanes * size + kind.lanes * value_row) * heads * splits if splits > 1 else 0
     space = torch.empty(state, dtype=torch.uint8)
     call[c.SPACE] = space.data_ptr()
-    run(compiled(decode_pass.decode, kind), call, heads * splits, scratch, work)
+    run(compiled(decode, kind), call, heads * splits, scratch, work)
     if splits > 1:
-        run(compiled(decode_pass.merge, kind), call, heads, scratch, float(state))
+        run(compiled(merge, kind), call, heads, scratch, float(state))
 
 
 _DECODE_SPLIT_KEYS = 1024
@@ -144,7 +151,7 @@ def backward(
         for tensor, at in ((lse, c.LSE), (delta, c.DELTA)):
             c.put(call, at, c.tensor_fields(tensor, 3))
         size = float(query_length) * value_dim * batch * heads
-        run(compiled(backward_pass.row_deltas, kind), call, batch * heads, 0, 4 * size)
+        run(compiled(row_deltas, kind), call, batch * heads, 0, 4 * size)
         work = 4.0 * size * key_length + 6.0 * size / max(value_dim, 1) * head_dim * key_length
         _run_backward(problem, kind, call, gradients, work)
     if gradients.sinks is not None and problem.sinks is not None:
@@ -160,15 +167,19 @@ def _fill_empty(problem: AttentionProblem, gradients: Gradients) -> None:
 
 
 def _sum_into(target: Tensor, terms: Tensor, dims: tuple[int, ...]) -> None:
-    """Sums on one thread: torch's own sum splits its work by the number of threads, and the bits would follow."""
+    """Sums on one thread: torch's own sum splits its work by the number of threads, and the bits would
+    follow.
+    """
     total = terms.contiguous().numpy().sum(axis=dims)
     target.copy_(torch.from_numpy(total).view(target.shape) if dims else terms.view(target.shape))
 
 
-def _run_backward(problem: AttentionProblem, kind: Kind, call: array[int], gradients: Gradients, work: float) -> None:
+def _run_backward(
+    problem: AttentionProblem, kind: Kind, call: array[int], gradients: Gradients, work: float
+) -> None:
     batch, heads, query_length, head_dim = problem.query.shape
     key_length, value_dim = problem.value.shape[2], problem.value.shape[3]
-    width, size, kv_heads = forward_pass.COLUMNS * kind.lanes, kind.compute_size, call[c.KV_HEADS]
+    width, size, kv_heads = COLUMNS * kind.lanes, kind.compute_size, call[c.KV_HEADS]
     tiles = -(-query_length * call[c.GROUP] // width)
     keys = tile_keys(head_dim, value_dim)
     split = split_keys(head_dim, value_dim)
@@ -178,7 +189,8 @@ def _run_backward(problem: AttentionProblem, kind: Kind, call: array[int], gradi
     progress = array("q", bytes(8 * batch * kv_heads * splits))
     bias, slopes = None, None
     if gradients.bias is not None:
-        # Broadcast rows or columns collect per head; a full plane collects in place, its sharers taking turns.
+        # Broadcast rows or columns collect per head; a full plane collects in place, its sharers taking
+        # turns.
         plane = gradients.bias.shape[2:]
         in_place = plane == (query_length, key_length)
         bias = gradients.bias.zero_() if in_place else torch.zeros(batch, heads, *plane, dtype=compute)
@@ -203,7 +215,7 @@ def _run_backward(problem: AttentionProblem, kind: Kind, call: array[int], gradi
             **dict.fromkeys((c.AT_VALUE, c.AT_GRAD_VALUE), split * value_row),
         },
     )
-    run(compiled(backward_pass.backward, kind), call, batch * kv_heads * splits, scratch, work)
+    run(compiled(backward_kernel, kind), call, batch * kv_heads * splits, scratch, work)
     if gradients.bias is not None and bias is not None and bias is not gradients.bias:
         _sum_into(gradients.bias, bias, _broadcast_dims(bias, gradients.bias))
     if gradients.alibi_slopes is not None and slopes is not None:
@@ -215,5 +227,7 @@ def _broadcast_dims(full: Tensor, target: Tensor) -> tuple[int, ...]:
 
 
 def split_keys(head_dim: int, value_dim: int) -> int:
-    """Keys whose dK and dV one task of the backward pass owns: their accumulators stay in the second-level cache."""
+    """Keys whose dK and dV one task of the backward pass owns: their accumulators stay in the second-level
+    cache.
+    """
     return 512 if max(head_dim, value_dim) <= 64 else 256 if max(head_dim, value_dim) <= 128 else 128

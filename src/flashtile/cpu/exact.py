@@ -23,14 +23,15 @@ from .call import (
     VALUE_DIM,
     field,
 )
+from .kinds import Kind, compute_size, is_pairs
 from .rows import COUNT, GRAD_OUT_ROW, QUERY_ROW, tensor_at
 from .scores import sees
-from .simd import compute_size, is_pairs, peek, peek_int64, poke, read
+from .simd import peek, peek_int64, poke, read
 from .stage import padded
 
 
 @njit(inline="always")
-def probability(kind, tile, width, key, lane):
+def probability(kind: Kind, tile: int, width: int, key: int, lane: int) -> float:
     """One entry of a tile of probabilities, which pair kinds hold as pairs of keys."""
     if is_pairs(kind):
         return read(kind, tile + (key // 2 * width + lane) * 4 + 2 * (key % 2))
@@ -38,7 +39,20 @@ def probability(kind, tile, width, key, lane):
 
 
 @njit
-def accumulate_exactly(kind, call, table, probabilities, width, out, lane_step, out_step, batch, kv_head, first, keys):
+def accumulate_exactly(
+    kind: Kind,
+    call: int,
+    table: int,
+    probabilities: int,
+    width: int,
+    out: int,
+    lane_step: int,
+    out_step: int,
+    batch: int,
+    kv_head: int,
+    first: int,
+    keys: int,
+) -> None:
     """O += P V over visible entries only; steps in bytes from lane to lane and from number to number of O."""
     step = field(call, VALUE + 4)
     for j in range(keys):
@@ -52,7 +66,7 @@ def accumulate_exactly(kind, call, table, probabilities, width, out, lane_step, 
 
 
 @njit(inline="always")
-def _rounded(kind, tile, width, key, lane):
+def _rounded(kind: Kind, tile: int, width: int, key: int, lane: int) -> float:
     """One entry of P or dS as the products of the backward pass read it."""
     if is_pairs(kind):
         return read(kind, tile + (key * width + lane) * 2)
@@ -60,7 +74,18 @@ def _rounded(kind, tile, width, key, lane):
 
 
 @njit
-def backward_exactly(kind, call, scratch, batch, kv_head, first, inside, keys, grad_query, width):
+def backward_exactly(
+    kind: Kind,
+    call: int,
+    scratch: int,
+    batch: int,
+    kv_head: int,
+    first: int,
+    inside: int,
+    keys: int,
+    grad_query: int,
+    width: int,
+) -> None:
     """dV += P^T dO, dK += dS^T Q, dQ^T += K^T dS^T over visible entries only."""
     size, table = compute_size(kind), scratch + field(call, AT_ROWS)
     head_dim, value_dim = field(call, HEAD_DIM), field(call, VALUE_DIM)
@@ -74,7 +99,10 @@ def backward_exactly(kind, call, scratch, batch, kv_head, first, inside, keys, g
             if not sees(kind, call, table, lane, first + j):
                 continue
             p, ds = _rounded(kind, p_tile, width, j, lane), _rounded(kind, ds_tile, width, j, lane)
-            query, grad_out = peek_int64(table + QUERY_ROW + 8 * lane), peek_int64(table + GRAD_OUT_ROW + 8 * lane)
+            query, grad_out = (
+                peek_int64(table + QUERY_ROW + 8 * lane),
+                peek_int64(table + GRAD_OUT_ROW + 8 * lane),
+            )
             for d in range(value_dim):
                 at = grad_value + d * size
                 poke(kind, at, peek(kind, at) + p * read(kind, grad_out + d * field(call, GRAD_OUT + 4)))

@@ -8,20 +8,9 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
-from .simd import (
-    I32,
-    I64,
-    TARGET,
-    absolute,
-    call,
-    const,
-    fma,
-    fma_value,
-    maximum,
-    round_to_integer,
-    select,
-    splat,
-)
+from .kinds import I32, I64, TARGET, Kind
+from .llvm import call, const, fma_value
+from .simd import absolute, fma, maximum, round_to_integer, select, splat
 
 # Polynomials on [-1/2, 1/2], highest degree first.
 # 2**f: relative error 2e-17 and 1.5e-7; 4e-6 where the result is rounded to bfloat16 next.
@@ -31,7 +20,8 @@ _EXP2_FLOAT64 = (
     0.05550410866479039, 0.24022650695910097, 0.6931471805599457, 1.0,
 )  # fmt: skip
 _EXP2_FLOAT32 = (
-    0.0013276471989809428, 0.009675541334452364, 0.05550713273506415, 0.24022119723840207, 0.6931469670647551, 1.0,
+    0.0013276471989809428, 0.009675541334452364, 0.05550713273506415, 0.24022119723840207,
+    0.6931469670647551, 1.0,
 )  # fmt: skip
 _EXP2_BFLOAT16 = (0.009782911186619846, 0.055976883149044095, 0.24020711100517408, 0.693113604482677, 1.0)
 # (2**f - 1) / f, with the leading term exact, so that small results keep their relative accuracy.
@@ -83,7 +73,8 @@ def _scale_exponent(tc: Any, x: Any, n: Any) -> Any:
         return call(b, name, x.llvm, [*args, args[0], ir.Constant(mask, -1), ir.Constant(I32, 4)])
 
     def portable(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
-        # Adding 1.5 * 2**23 (2**52) leaves n in the low bits of the mantissa, without a conversion that NaN breaks.
+        # Adding 1.5 * 2**23 (2**52) leaves n in the low bits of the mantissa, without a conversion that NaN
+        # breaks.
         magic, shift, lowest = (1.5 * 2**52, 52, -1022.0) if double else (1.5 * 2**23, 23, -126.0)
         bits = b.bitcast(b.fadd(args[1], const(x, magic)), ints)
         exponent = b.shl(bits, ir.Constant(ints, [shift] * x.lanes))
@@ -95,7 +86,7 @@ def _scale_exponent(tc: Any, x: Any, n: Any) -> Any:
 
 
 @njit(forceinline=True)
-def exp2(kind, x):
+def exp2(kind: Kind, x: Any) -> Any:
     """2**x for x <= 0 or slightly above; exactly 0 far below (x = -inf too)."""
     x = maximum(splat(kind, -2000.0), x)
     n = round_to_integer(x)
@@ -103,7 +94,7 @@ def exp2(kind, x):
 
 
 @njit(forceinline=True)
-def tanh(kind, x):
+def tanh(kind: Kind, x: Any) -> Any:
     """tanh(|x|) = e / (e + 2) with e = exp(2|x|) - 1, which loses no digits where x is small."""
     one, magnitude = splat(kind, 1.0), absolute(x)
     doubled = magnitude * splat(kind, 2.8853900817779268)

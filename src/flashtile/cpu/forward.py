@@ -1,4 +1,4 @@
-"""Forward pass: FlashAttention-2, algorithm 1. One task is one tile of query rows; it runs over all its keys."""
+"""Forward pass: FlashAttention-2, algorithm 1. One task is one tile of query rows and all its keys."""
 
 from __future__ import annotations
 
@@ -34,9 +34,10 @@ from .call import (
     VALUE_DIM,
     field,
 )
-from .gemm import COLUMNS, multiply
 from .exact import accumulate_exactly
-from .operands import all_finite, key_operand, columns_operand
+from .gemm import COLUMNS, multiply
+from .kinds import Kind, compute_size, lanes
+from .operands import all_finite, columns_operand, key_operand
 from .rows import (
     COUNT,
     FACTOR,
@@ -50,25 +51,25 @@ from .rows import (
     set_rows,
 )
 from .scores import LN_2, LOG2_E, finish_scores, is_full, score_factor
-from .simd import compute_size, is_pairs, lanes, peek, peek_int64, poke
+from .simd import peek, peek_int64, poke
 from .softmax import online_softmax, rescale
 from .stage import fill, padded, stage_query, unstage_transposed
 
 
 @njit(inline="always")
-def tile_width(kind):
+def tile_width(kind: Kind) -> int:
     """Query rows of one tile."""
     return COLUMNS * lanes(kind)
 
 
 @njit
-def used_width(kind, call, start):
+def used_width(kind: Kind, call: int, start: int) -> int:
     """Rows of the tile that starts there, in whole vectors: the last tile of a short sequence is narrower."""
     return padded(kind, min(tile_width(kind), field(call, GROUP) * field(call, QUERY_LENGTH) - start))
 
 
 @njit(nogil=True)
-def forward(kind, call, scratch, limit):
+def forward(kind: Kind, call: int, scratch: int, limit: int) -> bool:
     """Takes up to `limit` tasks, the tiles of late (causal: heaviest) rows first; False when none is left."""
     tasks, heads = field(call, TASKS), field(call, KV_HEADS)
     for _ in range(limit):
@@ -82,11 +83,11 @@ def forward(kind, call, scratch, limit):
 
 
 @njit
-def forward_tile(kind, call, scratch, batch, kv_head, start):
+def forward_tile(kind: Kind, call: int, scratch: int, batch: int, kv_head: int, start: int) -> None:
     """O and LSE of one tile of rows of one key head."""
     width, size = used_width(kind, call, start), compute_size(kind)
     row, value_dim = width * size, field(call, VALUE_DIM)
-    table, scores, out = scratch + field(call, AT_ROWS), scratch + field(call, AT_SCORES), scratch + field(call, AT_OUT)
+    table, out = scratch + field(call, AT_ROWS), scratch + field(call, AT_OUT)
     query = scratch + field(call, AT_QUERY)
     set_rows(kind, call, table, batch, kv_head, start, width, False)
     locate_rows(call, table, QUERY, QUERY_ROW, batch, kv_head, start, width)
@@ -99,19 +100,37 @@ def forward_tile(kind, call, scratch, batch, kv_head, start):
         forward_keys(kind, call, scratch, batch, kv_head, first, min(step, high - first), width)
     finish_rows(kind, call, table, batch, kv_head, start, width)
     unstage_transposed(
-        kind, out, row, table + FACTOR, table + OUT_ROW, field(call, OUT + 4), value_dim, peek_int64(table + COUNT), width
+        kind,
+        out,
+        row,
+        table + FACTOR,
+        table + OUT_ROW,
+        field(call, OUT + 4),
+        value_dim,
+        peek_int64(table + COUNT),
+        width,
     )
 
 
 @njit
-def forward_keys(kind, call, scratch, batch, kv_head, first, keys, width):
+def forward_keys(
+    kind: Kind, call: int, scratch: int, batch: int, kv_head: int, first: int, keys: int, width: int
+) -> None:
     """One step of the online softmax: keys [first, first + keys) for the tile's rows."""
     size = compute_size(kind)
     row, vectors, value_dim = width * size, width // lanes(kind), field(call, VALUE_DIM)
-    table, scores, out = scratch + field(call, AT_ROWS), scratch + field(call, AT_SCORES), scratch + field(call, AT_OUT)
+    table, scores, out = (
+        scratch + field(call, AT_ROWS),
+        scratch + field(call, AT_SCORES),
+        scratch + field(call, AT_OUT),
+    )
     spare = scratch + field(call, AT_BIAS)
-    a, a_row, a_col, depth = key_operand(kind, call, KEY, batch, kv_head, first, keys, HEAD_DIM, scratch + field(call, AT_KEY))
-    multiply(kind, a, a_row, a_col, scratch + field(call, AT_QUERY), row, scores, row, keys, depth, vectors, False)
+    a, a_row, a_col, depth = key_operand(
+        kind, call, KEY, batch, kv_head, first, keys, HEAD_DIM, scratch + field(call, AT_KEY)
+    )
+    multiply(
+        kind, a, a_row, a_col, scratch + field(call, AT_QUERY), row, scores, row, keys, depth, vectors, False
+    )
     finish_scores(kind, call, table, scores, 0, spare, first, keys, width)
     quads = (keys + 3) // 4 * 4
     fill(kind, scores + keys * row, row, quads - keys, width, -math.inf)
@@ -128,7 +147,7 @@ def forward_keys(kind, call, scratch, batch, kv_head, first, keys, width):
 
 
 @njit
-def start_rows(kind, call, table, kv_head, start, width, sinks):
+def start_rows(kind: Kind, call: int, table: int, kv_head: int, start: int, width: int, sinks: int) -> None:
     """Row maxima and sums before any key: nothing seen, or the sink (address 0: none)."""
     group = field(call, GROUP)
     for lane in range(width):
@@ -141,7 +160,7 @@ def start_rows(kind, call, table, kv_head, start, width, sinks):
 
 
 @njit
-def finish_rows(kind, call, table, batch, kv_head, start, width):
+def finish_rows(kind: Kind, call: int, table: int, batch: int, kv_head: int, start: int, width: int) -> None:
     """LSE of every row, and in FACTOR what normalises its output (0 where no key was seen)."""
     group, lse = field(call, GROUP), field(call, LSE)
     for lane in range(peek_int64(table + COUNT)):
@@ -154,5 +173,10 @@ def finish_rows(kind, call, table, batch, kv_head, start, width):
         poke(kind, table + FACTOR + at, factor)
         row = start + lane
         head = kv_head * group + row % group
-        place = lse + batch * field(call, LSE + 1) + head * field(call, LSE + 2) + row // group * field(call, LSE + 3)
+        place = (
+            lse
+            + batch * field(call, LSE + 1)
+            + head * field(call, LSE + 2)
+            + row // group * field(call, LSE + 3)
+        )
         poke(kind, place, result)

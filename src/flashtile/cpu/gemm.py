@@ -1,7 +1,7 @@
 """One product serves every matrix multiplication of attention: C[m][lanes] (+)= A[m, k] * B[k][lanes].
 
-A is read number by number (pair by pair for bfloat16 dot products), each broadcast to all lanes, so its strides
-are free: K and V are used where they lie. B and C are packed rows of vectors.
+A is read number by number (pair by pair for bfloat16 dot products), each broadcast to all lanes, so its
+strides are free: K and V are used where they lie. B and C are packed rows of vectors.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 
 from numba import njit
 
-from .simd import TARGET, lanes, vector_size
+from .kinds import TARGET, Kind, lanes, vector_size
 from .tiles import tile_operations
 
 
@@ -18,7 +18,20 @@ def _make_product(rows: int, columns: int) -> Any:
     zeros, load_tile, store_tile, rank1 = tile_operations(rows, columns)
 
     @njit
-    def product(kind, a, a_row, a_col, b, b_row, c, c_row, first, count, depth, accumulate):
+    def product(
+        kind: Kind,
+        a: int,
+        a_row: int,
+        a_col: int,
+        b: int,
+        b_row: int,
+        c: int,
+        c_row: int,
+        first: int,
+        count: int,
+        depth: int,
+        accumulate: bool,
+    ) -> int:
         """Rows [first, count) in steps of `rows`; returns the first row not computed."""
         while first + rows <= count:
             tile = load_tile(kind, c + first * c_row, c_row) if accumulate else zeros(kind)
@@ -40,17 +53,34 @@ _product_narrow_single_row = _make_product(1, 1)
 
 
 @njit
-def multiply(kind, a, a_row, a_col, b, b_row, c, c_row, rows, depth, vectors, accumulate):
+def multiply(
+    kind: Kind,
+    a: int,
+    a_row: int,
+    a_col: int,
+    b: int,
+    b_row: int,
+    c: int,
+    c_row: int,
+    rows: int,
+    depth: int,
+    vectors: int,
+    accumulate: bool,
+) -> None:
     """c[rows][vectors] (+)= a[rows, depth] @ b[depth][vectors]; all strides in bytes."""
     column = 0
     while column + COLUMNS <= vectors:
         shift = column * vector_size(kind)
         done = _product(kind, a, a_row, a_col, b + shift, b_row, c + shift, c_row, 0, rows, depth, accumulate)
-        _product_single_row(kind, a, a_row, a_col, b + shift, b_row, c + shift, c_row, done, rows, depth, accumulate)
+        _product_single_row(
+            kind, a, a_row, a_col, b + shift, b_row, c + shift, c_row, done, rows, depth, accumulate
+        )
         column += COLUMNS
     while column < vectors:
         shift = column * vector_size(kind)
-        done = _product_narrow(kind, a, a_row, a_col, b + shift, b_row, c + shift, c_row, 0, rows, depth, accumulate)
+        done = _product_narrow(
+            kind, a, a_row, a_col, b + shift, b_row, c + shift, c_row, 0, rows, depth, accumulate
+        )
         _product_narrow_single_row(
             kind, a, a_row, a_col, b + shift, b_row, c + shift, c_row, done, rows, depth, accumulate
         )
@@ -58,6 +88,6 @@ def multiply(kind, a, a_row, a_col, b, b_row, c, c_row, rows, depth, vectors, ac
 
 
 @njit(inline="always")
-def row_bytes(kind, width):
+def row_bytes(kind: Kind, width: int) -> int:
     """Bytes of a packed row of `width` lanes."""
     return width // lanes(kind) * vector_size(kind)

@@ -22,32 +22,23 @@ from .call import (
     field,
 )
 from .exponential import exp2
+from .kinds import Kind, compute_size, is_pairs, lanes, vector_size
 from .rows import BATCH_HEAD, COUNT, GRAD_BIAS_ROW, ROW_DELTA, ROW_LSE
 from .scores import alibi_distance, score_factor
-from .simd import (
-    compute_size,
-    fma,
-    is_pairs,
-    lanes,
-    load,
-    peek,
-    peek_int32,
-    peek_int64,
-    poke,
-    select,
-    splat,
-    store,
-    vector_size,
-)
+from .simd import fma, load, peek, peek_int32, peek_int64, poke, select, splat, store
 from .softmax import dropout_factors
 from .tiles import add_block, pack_pairs, store_rounded
 
 
 @njit
-def score_gradients(kind, call, scratch, table, first, keys, width):
-    """Scores become P after dropout, dP becomes dS = P (dP - delta), both in place; hidden entries are exactly 0.
+def score_gradients(
+    kind: Kind, call: int, scratch: int, table: int, first: int, keys: int, width: int
+) -> None:
+    """Scores become P after dropout, dP becomes dS = P (dP - delta), both in place; hidden entries are
+    exactly 0.
 
-    `keys` is padded by the caller to a multiple of 4 with -inf. Pair kinds get P rounded, [key][lane], beside it.
+    `keys` is padded by the caller to a multiple of 4 with -inf. Pair kinds get P rounded, [key][lane], beside
+    it.
     """
     size, step, nothing = compute_size(kind), splat(kind, score_factor(call)), splat(kind, -math.inf)
     row, scores, rounded = width * size, scratch + field(call, AT_SCORES), scratch + field(call, AT_ROUNDED)
@@ -74,8 +65,12 @@ def score_gradients(kind, call, scratch, table, first, keys, width):
 
 
 @njit
-def pass_gradients_on(kind, call, scratch, table, split, first, keys, width):
-    """Hands dS to the bias and the slopes, then through the softcap; pair kinds get it rounded in both layouts."""
+def pass_gradients_on(
+    kind: Kind, call: int, scratch: int, table: int, split: int, first: int, keys: int, width: int
+) -> None:
+    """Hands dS to the bias and the slopes, then through the softcap; pair kinds get it rounded in both
+    layouts.
+    """
     tile, row = scratch + field(call, AT_GRAD_SCORES), width * compute_size(kind)
     if field(call, GRAD_BIAS) != 0:
         _add_to_bias(kind, call, table, tile, first, keys, width)
@@ -97,16 +92,20 @@ def pass_gradients_on(kind, call, scratch, table, split, first, keys, width):
 
 
 @njit
-def _add_to_bias(kind, call, table, tile, first, keys, width):
+def _add_to_bias(kind: Kind, call: int, table: int, tile: int, first: int, keys: int, width: int) -> None:
     """dbias += dS. Lanes whose rows of the bias coincide are added one after the other."""
     size, step, rows = compute_size(kind), field(call, GRAD_BIAS + 4), peek_int64(table + COUNT)
-    distinct = field(call, GRAD_BIAS + 3) != 0 and (field(call, GROUP) == 1 or field(call, GRAD_BIAS + 2) != 0)
+    distinct = field(call, GRAD_BIAS + 3) != 0 and (
+        field(call, GROUP) == 1 or field(call, GRAD_BIAS + 2) != 0
+    )
     n, row = lanes(kind), width * size
     whole = keys // n * n if distinct and step == size else 0
     for lane in range(0, width, n):
         complete = whole if lane + n <= rows else 0
         for j in range(0, complete, n):
-            add_block(kind, tile + j * row + lane * size, row, table + GRAD_BIAS_ROW + 8 * lane, (first + j) * step)
+            add_block(
+                kind, tile + j * row + lane * size, row, table + GRAD_BIAS_ROW + 8 * lane, (first + j) * step
+            )
         for one in range(lane, min(lane + n, rows)):
             base = peek_int64(table + GRAD_BIAS_ROW + 8 * one) + first * step
             for j in range(complete, keys):
@@ -115,7 +114,9 @@ def _add_to_bias(kind, call, table, tile, first, keys, width):
 
 
 @njit
-def _add_to_slopes(kind, call, table, tile, spare, split, first, keys, width):
+def _add_to_slopes(
+    kind: Kind, call: int, table: int, tile: int, spare: int, split: int, first: int, keys: int, width: int
+) -> None:
     """dslope += sum of dS times the distance, per head and split (summed over splits afterwards)."""
     size, splits = compute_size(kind), field(call, SPLITS)
     for lane in range(0, width, lanes(kind)):
@@ -125,5 +126,7 @@ def _add_to_slopes(kind, call, table, tile, spare, split, first, keys, width):
             total = fma(gradient, alibi_distance(kind, call, table, lane, first + j), total)
         store(spare, total)
         for one in range(lane, min(lane + lanes(kind), peek_int64(table + COUNT))):
-            place = (peek_int32(table + BATCH_HEAD + 4 * one) * splits + split) * size + field(call, GRAD_SLOPES)
+            place = (peek_int32(table + BATCH_HEAD + 4 * one) * splits + split) * size + field(
+                call, GRAD_SLOPES
+            )
             poke(kind, place, peek(kind, place) + peek(kind, spare + (one - lane) * size))

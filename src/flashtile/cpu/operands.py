@@ -4,26 +4,21 @@ from __future__ import annotations
 
 from numba import njit
 
-from .call import GRAD_OUT, HEAD_DIM, QUERY, VALUE, VALUE_DIM, field
+from .call import GRAD_OUT, HEAD_DIM, QUERY, VALUE_DIM, field
+from .kinds import Kind, compute_size, is_pairs, is_widened, itemsize, lanes
 from .rows import COUNT, GRAD_OUT_ROW, QUERY_ROW, tensor_at
-from .simd import (
-    all_lanes,
-    compute_size,
-    is_pairs,
-    is_widened,
-    itemsize,
-    lanes,
-    load_stored,
-    peek_int64,
-    read,
-    splat,
-)
+from .simd import all_lanes, load_stored, peek_int64, read, splat
 from .stage import padded, stage_natural, stage_row_pairs, stage_stored
+
+# Address; strides of row and of number (or pair); numbers (or pairs) to sum over.
+Operand = tuple[int, int, int, int]
 
 
 @njit
-def key_operand(kind, call, tensor, batch, kv_head, first, keys, dim, space):
-    """Keys (or values) as A of scores = K Q^T: address, strides of key and number (or pair), numbers per key."""
+def key_operand(
+    kind: Kind, call: int, tensor: int, batch: int, kv_head: int, first: int, keys: int, dim: int, space: int
+) -> Operand:
+    """Keys (or values) as A of scores = K Q^T."""
     count, step, row_step = field(call, dim), field(call, tensor + 4), field(call, tensor + 3)
     source = tensor_at(call, tensor, batch, kv_head, first)
     if is_pairs(kind):
@@ -40,8 +35,10 @@ def key_operand(kind, call, tensor, batch, kv_head, first, keys, dim, space):
 
 
 @njit
-def columns_operand(kind, call, tensor, batch, kv_head, first, keys, dim, space):
-    """Values (or keys) as A of O^T += V^T P^T: address, strides of number and key (or pair of keys), keys (or pairs)."""
+def columns_operand(
+    kind: Kind, call: int, tensor: int, batch: int, kv_head: int, first: int, keys: int, dim: int, space: int
+) -> Operand:
+    """Values (or keys) as A of O^T += V^T P^T, which sums over keys (or pairs of keys)."""
     count, step, row_step = field(call, dim), field(call, tensor + 4), field(call, tensor + 3)
     source, row = tensor_at(call, tensor, batch, kv_head, first), padded(kind, count) * compute_size(kind)
     if is_pairs(kind):
@@ -54,18 +51,28 @@ def columns_operand(kind, call, tensor, batch, kv_head, first, keys, dim, space)
 
 
 @njit
-def all_finite(kind, call, tensor, batch, kv_head, first, rows, dim):
+def all_finite(
+    kind: Kind, call: int, tensor: int, batch: int, kv_head: int, first: int, rows: int, dim: int
+) -> bool:
     """Whether a tile of keys or values holds no NaN and no infinity (their product with 0 would be NaN)."""
     return rows_finite(
-        kind, tensor_at(call, tensor, batch, kv_head, first), field(call, tensor + 3), field(call, tensor + 4), rows, field(call, dim)
+        kind,
+        tensor_at(call, tensor, batch, kv_head, first),
+        field(call, tensor + 3),
+        field(call, tensor + 4),
+        rows,
+        field(call, dim),
     )
 
 
 @njit
-def lanes_finite(kind, call, table):
+def lanes_finite(kind: Kind, call: int, table: int) -> bool:
     """The same for the rows of Q and dO that the lanes hold."""
     for lane in range(peek_int64(table + COUNT)):
-        query, grad_out = peek_int64(table + QUERY_ROW + 8 * lane), peek_int64(table + GRAD_OUT_ROW + 8 * lane)
+        query, grad_out = (
+            peek_int64(table + QUERY_ROW + 8 * lane),
+            peek_int64(table + GRAD_OUT_ROW + 8 * lane),
+        )
         if not rows_finite(kind, query, 0, field(call, QUERY + 4), 1, field(call, HEAD_DIM)):
             return False
         if not rows_finite(kind, grad_out, 0, field(call, GRAD_OUT + 4), 1, field(call, VALUE_DIM)):
@@ -74,7 +81,7 @@ def lanes_finite(kind, call, table):
 
 
 @njit
-def rows_finite(kind, source, row_step, step, rows, count):
+def rows_finite(kind: Kind, source: int, row_step: int, step: int, rows: int, count: int) -> bool:
     total, zero = splat(kind, 0.0), splat(kind, 0.0)
     whole = count // lanes(kind) * lanes(kind) if step == itemsize(kind) else 0
     rest = 0.0

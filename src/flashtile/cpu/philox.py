@@ -9,7 +9,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from .simd import I32, I64
+from .kinds import I32, I64
 
 _MULTIPLIERS, _WEYL, _ROUNDS = (0xD2511F53, 0xCD9E8D57), (0x9E3779B9, 0xBB67AE85), 10
 
@@ -23,9 +23,17 @@ def _multiply_wide(b: ir.IRBuilder, x: ir.Value, factor: int, count: int) -> tup
 
 @intrinsic
 def keep_factors(
-    tc: Any, kind: Any, seed_low: Any, seed_high: Any, query: Any, batch_head: Any, quad: Any, threshold: Any, keep: Any
+    tc: Any,
+    kind: Any,
+    seed_low: Any,
+    seed_high: Any,
+    query: Any,
+    batch_head: Any,
+    quad: Any,
+    threshold: Any,
+    keep: Any,
 ) -> Any:
-    """Four vectors for keys 4 * quad .. 4 * quad + 3: `keep` where the entry is kept, 0 where it is dropped."""
+    """Four vectors, for keys 4 * quad .. 4 * quad + 3: `keep` where the entry is kept, else 0."""
     vector, n = kind.vector, kind.kind.lanes
     ints = ir.VectorType(I32, n)
 
@@ -45,7 +53,9 @@ def keep_factors(
             x = [b.xor(b.xor(high1, x[1]), keys[0]), low1, b.xor(b.xor(high0, x[3]), keys[1]), low0]
         scalar = ctx.cast(b, args[7], sig.args[7], vector.dtype)
         one = b.insert_element(ir.Constant(vector.llvm, ir.Undefined), scalar, ir.Constant(I32, 0))
-        kept = b.shuffle_vector(one, ir.Constant(vector.llvm, ir.Undefined), ir.Constant(ir.VectorType(I32, n), [0] * n))
+        kept = b.shuffle_vector(
+            one, ir.Constant(vector.llvm, ir.Undefined), ir.Constant(ir.VectorType(I32, n), [0] * n)
+        )
         zero, limit = ir.Constant(vector.llvm, [0.0] * n), splat(args[6])
         return cgutils.pack_array(b, [b.select(b.icmp_unsigned(">=", word, limit), kept, zero) for word in x])
 

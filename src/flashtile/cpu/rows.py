@@ -22,7 +22,8 @@ from .call import (
     UPPER,
     field,
 )
-from .simd import compute_size, peek, peek_int32, peek_int64, poke, poke_int32, poke_int64
+from .kinds import Kind, compute_size
+from .simd import peek, peek_int32, peek_int64, poke, poke_int32, poke_int64
 
 # int64 per lane (64 lanes at most)
 QUERY_ROW, OUT_ROW, BIAS_ROW, MASK_ROW, GRAD_OUT_ROW, GRAD_QUERY_ROW, GRAD_BIAS_ROW, LSE_AT, DELTA_AT = (
@@ -32,22 +33,28 @@ QUERY_ROW, OUT_ROW, BIAS_ROW, MASK_ROW, GRAD_OUT_ROW, GRAD_QUERY_ROW, GRAD_BIAS_
 INDEX, FIRST_KEY, LAST_KEY, BATCH_HEAD = (512 * i for i in range(9, 13))
 # compute numbers per lane
 SLOPE, ROW_MAX, ROW_SUM, FACTOR, ROW_LSE, ROW_DELTA = (512 * i for i in range(13, 19))
-# int64 once: lanes in use; keys seen by some lane [LOW, HIGH) and by every lane [FULL_LOW, FULL_HIGH); head of lane 0
+# int64 once: lanes in use; keys seen by some lane [LOW, HIGH) and by every lane [FULL_LOW, FULL_HIGH); head
+# of lane 0
 COUNT, LOW, HIGH, FULL_LOW, FULL_HIGH = (512 * 19 + 8 * i for i in range(5))
 TABLE_BYTES = 512 * 20
 
 
 @njit(inline="always")
-def tensor_at(call, tensor, batch, head, row):
+def tensor_at(call: int, tensor: int, batch: int, head: int, row: int) -> int:
     """Address of the first element of a tensor's row; 0 where the tensor is absent."""
     base = field(call, tensor)
     if base == 0:
         return 0
-    return base + batch * field(call, tensor + 1) + head * field(call, tensor + 2) + row * field(call, tensor + 3)
+    return (
+        base
+        + batch * field(call, tensor + 1)
+        + head * field(call, tensor + 2)
+        + row * field(call, tensor + 3)
+    )
 
 
 @njit
-def visible_keys(call, batch, query):
+def visible_keys(call: int, batch: int, query: int) -> tuple[int, int]:
     """The interval [first, last) of keys a query may see: band and interval arrays intersected."""
     first = max(0, query + field(call, LOWER))
     last = min(field(call, KEY_LENGTH), query + field(call, UPPER) + 1)
@@ -61,8 +68,19 @@ def visible_keys(call, batch, query):
 
 
 @njit
-def set_rows(kind, call, table, batch, kv_head, start, width, pad_sees_nothing):
-    """Fills the table for rows [start, start + width) of one key head; lanes past the end repeat the last row."""
+def set_rows(
+    kind: Kind,
+    call: int,
+    table: int,
+    batch: int,
+    kv_head: int,
+    start: int,
+    width: int,
+    pad_sees_nothing: bool,
+) -> None:
+    """Fills the table for rows [start, start + width) of one key head; lanes past the end repeat the last
+    row.
+    """
     group, key_length = field(call, GROUP), field(call, KEY_LENGTH)
     count = min(width, group * field(call, QUERY_LENGTH) - start)
     low, high, full_low, full_high = key_length, 0, 0, key_length
@@ -95,7 +113,9 @@ def set_rows(kind, call, table, batch, kv_head, start, width, pad_sees_nothing):
 
 
 @njit
-def locate_rows(call, table, tensor, target, batch, kv_head, start, width):
+def locate_rows(
+    call: int, table: int, tensor: int, target: int, batch: int, kv_head: int, start: int, width: int
+) -> None:
     """Per lane, the address of the row in one tensor."""
     group = field(call, GROUP)
     last = start + peek_int64(table + COUNT) - 1

@@ -6,17 +6,17 @@ A tile of scores is [key][lane], in natural units once any option but a mask app
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from numba import njit
 
 from .call import BIAS, KEY_LENGTH, MASK, QUERY_LENGTH, SCALE, SLOPES, SOFTCAP, field, real_field
 from .exponential import tanh
+from .kinds import Kind, compute_size, lanes, vector_size
 from .rows import BIAS_ROW, FIRST_KEY, FULL_HIGH, FULL_LOW, INDEX, LAST_KEY, MASK_ROW, SLOPE
 from .simd import (
     absolute,
-    compute_size,
     fma,
-    lanes,
     load,
     load_int,
     peek_int32,
@@ -27,7 +27,6 @@ from .simd import (
     splat_int,
     store,
     to_float,
-    vector_size,
 )
 from .stage import mask_kind, stage_transposed
 
@@ -36,7 +35,7 @@ LN_2 = 0.6931471805599453
 
 
 @njit
-def score_factor(call):
+def score_factor(call: int) -> float:
     """What turns a tile's scores into exponents of 2."""
     if field(call, SOFTCAP) != 0 or field(call, BIAS) != 0 or field(call, SLOPES) != 0:
         return LOG2_E
@@ -44,10 +43,13 @@ def score_factor(call):
 
 
 @njit
-def finish_scores(kind, call, table, scores, slope, spare, start, keys, width):
+def finish_scores(
+    kind: Kind, call: int, table: int, scores: int, slope: int, spare: int, start: int, keys: int, width: int
+) -> None:
     """Applies every option to the tile of Q K^T for keys [start, start + keys).
 
-    `slope` (0 = not wanted) receives the derivative of the softcap; `spare` is a tile for staged bias and mask.
+    `slope` (0 = not wanted) receives the derivative of the softcap; `spare` is a tile for staged bias and
+    mask.
     """
     if field(call, SOFTCAP) != 0:
         _apply_softcap(kind, scores, slope, keys, width, real_field(call, SCALE), real_field(call, SOFTCAP))
@@ -64,19 +66,21 @@ def finish_scores(kind, call, table, scores, slope, spare, start, keys, width):
 
 
 @njit(inline="always")
-def is_full(table, start, keys):
+def is_full(table: int, start: int, keys: int) -> bool:
     """Whether every lane sees every key of the tile."""
     return start >= peek_int64(table + FULL_LOW) and start + keys <= peek_int64(table + FULL_HIGH)
 
 
 @njit
-def _apply_scale(kind, scores, keys, width, scale):
+def _apply_scale(kind: Kind, scores: int, keys: int, width: int, scale: float) -> None:
     for at in range(scores, scores + keys * width * compute_size(kind), vector_size(kind)):
         store(at, load(kind, at) * splat(kind, scale))
 
 
 @njit
-def _apply_softcap(kind, scores, slope, keys, width, scale, softcap):
+def _apply_softcap(
+    kind: Kind, scores: int, slope: int, keys: int, width: int, scale: float, softcap: float
+) -> None:
     one = splat(kind, 1.0)
     for shift in range(0, keys * width * compute_size(kind), vector_size(kind)):
         capped = tanh(kind, load(kind, scores + shift) * splat(kind, scale / softcap))
@@ -86,7 +90,9 @@ def _apply_softcap(kind, scores, slope, keys, width, scale, softcap):
 
 
 @njit
-def _add_bias(kind, call, table, scores, spare, start, keys, width):
+def _add_bias(
+    kind: Kind, call: int, table: int, scores: int, spare: int, start: int, keys: int, width: int
+) -> None:
     step, row = field(call, BIAS + 4), width * compute_size(kind)
     stage_transposed(kind, table + BIAS_ROW, start * step, step, keys, spare, row, width)
     for shift in range(0, keys * row, vector_size(kind)):
@@ -94,7 +100,7 @@ def _add_bias(kind, call, table, scores, spare, start, keys, width):
 
 
 @njit(inline="always")
-def alibi_distance(kind, call, table, lane, key):
+def alibi_distance(kind: Kind, call: int, table: int, lane: int, key: int) -> Any:
     """-|i + Sk - Sq - j| per lane."""
     diagonal = splat_int(kind, key - (field(call, KEY_LENGTH) - field(call, QUERY_LENGTH)))
     distance = to_float(kind, load_int(kind, table + INDEX + 4 * lane) - diagonal)
@@ -102,7 +108,7 @@ def alibi_distance(kind, call, table, lane, key):
 
 
 @njit
-def _add_alibi(kind, call, table, scores, start, keys, width):
+def _add_alibi(kind: Kind, call: int, table: int, scores: int, start: int, keys: int, width: int) -> None:
     size = compute_size(kind)
     for lane in range(0, width, lanes(kind)):
         slope = load(kind, table + SLOPE + lane * size)
@@ -112,7 +118,9 @@ def _add_alibi(kind, call, table, scores, start, keys, width):
 
 
 @njit
-def _apply_mask(kind, call, table, scores, spare, start, keys, width):
+def _apply_mask(
+    kind: Kind, call: int, table: int, scores: int, spare: int, start: int, keys: int, width: int
+) -> None:
     step, row = field(call, MASK + 4), width * compute_size(kind)
     stage_transposed(mask_kind(kind), table + MASK_ROW, start * step, step, keys, spare, row, width)
     zero, hidden = splat(kind, 0.0), splat(kind, -math.inf)
@@ -122,7 +130,7 @@ def _apply_mask(kind, call, table, scores, spare, start, keys, width):
 
 
 @njit
-def _apply_intervals(kind, table, scores, start, keys, width):
+def _apply_intervals(kind: Kind, table: int, scores: int, start: int, keys: int, width: int) -> None:
     hidden = splat(kind, -math.inf)
     for lane in range(0, width, lanes(kind)):
         first = load_int(kind, table + FIRST_KEY + 4 * lane)
@@ -134,7 +142,7 @@ def _apply_intervals(kind, table, scores, start, keys, width):
 
 
 @njit
-def sees(kind, call, table, lane, key):
+def sees(kind: Kind, call: int, table: int, lane: int, key: int) -> bool:
     """Whether one row may see one key: the scalar twin of the masks above, for the rare exact path."""
     if key < peek_int32(table + FIRST_KEY + 4 * lane) or key >= peek_int32(table + LAST_KEY + 4 * lane):
         return False

@@ -6,32 +6,21 @@ FlashAttention-2, section 3.1: the output stays unnormalised and is rescaled onl
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from numba import njit
 
 from .call import DROPOUT_THRESHOLD, KEEP_SCALE, SEED_HIGH, SEED_LOW, field, real_field
 from .exponential import exp2
+from .kinds import Kind, compute_size, is_pairs, lanes, vector_size
 from .philox import keep_factors
 from .rows import BATCH_HEAD, FACTOR, INDEX, ROW_MAX, ROW_SUM
-from .simd import (
-    any_lane,
-    compute_size,
-    fma,
-    is_pairs,
-    lanes,
-    load,
-    load_int,
-    maximum,
-    select,
-    splat,
-    store,
-    vector_size,
-)
+from .simd import any_lane, fma, load, load_int, maximum, select, splat, store
 from .tiles import pack_pairs
 
 
 @njit(inline="always")
-def dropout_factors(kind, call, table, lane, key):
+def dropout_factors(kind: Kind, call: int, table: int, lane: int, key: int) -> Any:
     """The keep factors of keys key .. key + 3 (key a multiple of 4) for one vector of rows."""
     return keep_factors(
         kind,
@@ -46,11 +35,13 @@ def dropout_factors(kind, call, table, lane, key):
 
 
 @njit
-def online_softmax(kind, call, table, scores, factor, start, keys, width):
+def online_softmax(
+    kind: Kind, call: int, table: int, scores: int, factor: float, start: int, keys: int, width: int
+) -> bool:
     """Scores become unnormalised probabilities, in place (pairs of keys for pair kinds), after dropout.
 
-    `keys` is padded by the caller to a multiple of 4 with -inf. Row maxima (in exponents of 2) and sums follow;
-    FACTOR receives what the output must be multiplied by. Returns whether any maximum moved.
+    `keys` is padded by the caller to a multiple of 4 with -inf. Row maxima (in exponents of 2) and sums
+    follow; FACTOR receives what the output must be multiplied by. Returns whether any maximum moved.
     """
     size, moved, step = compute_size(kind), False, splat(kind, factor)
     row, zero, nothing = width * size, splat(kind, 0.0), splat(kind, -math.inf)
@@ -77,7 +68,18 @@ def online_softmax(kind, call, table, scores, factor, start, keys, width):
 
 
 @njit(inline="always")
-def _exponentials(kind, call, table, at, row, shift, step, lane, start, keys):
+def _exponentials(
+    kind: Kind,
+    call: int,
+    table: int,
+    at: int,
+    row: int,
+    shift: Any,
+    step: Any,
+    lane: int,
+    start: int,
+    keys: int,
+) -> Any:
     """p = 2**(s * step + shift) for one column of vectors; the sum before dropout is returned."""
     dropout, total = field(call, DROPOUT_THRESHOLD) != 0, splat(kind, 0.0)
     for j in range(0, keys, 4):
@@ -102,7 +104,7 @@ def _exponentials(kind, call, table, at, row, shift, step, lane, start, keys):
 
 
 @njit
-def rescale(kind, tile, rows, width, factors):
+def rescale(kind: Kind, tile: int, rows: int, width: int, factors: int) -> None:
     """tile[row][lane] *= factors[lane]."""
     row = width * compute_size(kind)
     for lane in range(0, row, vector_size(kind)):

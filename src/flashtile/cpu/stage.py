@@ -1,7 +1,7 @@
 """Load tile, store tile: strided tensors to packed scratch and back, in the form the products read.
 
-`natural` keeps rows as rows, `transposed` puts one row per lane, `row pairs` interleaves two rows of bfloat16.
-Everything is padded with zeros to whole vectors.
+`natural` keeps rows as rows, `transposed` puts one row per lane, `row pairs` interleaves two rows of
+bfloat16. Everything is padded with zeros to whole vectors.
 """
 
 from __future__ import annotations
@@ -11,37 +11,19 @@ from typing import Any
 from numba import njit
 from numba.extending import overload
 
-from .simd import (
-    BOOL32,
-    BOOL64,
-    FLOAT32,
-    compute_size,
-    is_pairs,
-    itemsize,
-    lanes,
-    load_stored,
-    peek,
-    peek_int64,
-    poke,
-    read,
-    splat,
-    store,
-    store_stored,
-    vector_size,
-    load,
-    write,
-)
+from .kinds import BOOL32, BOOL64, FLOAT32, Kind, compute_size, is_pairs, itemsize, lanes, vector_size
+from .simd import load, load_stored, peek, peek_int64, poke, read, splat, store, store_stored, write
 from .tiles import gather_block, interleave, scatter_block
 
 
 def kind_tag(choose: Any) -> Any:
     """A compile-time map from kind to kind."""
 
-    def tag(kind):
+    def tag(kind):  # type: ignore[no-untyped-def]
         return choose(kind)
 
     @overload(tag, inline="always")
-    def _overload(kind):
+    def _overload(kind):  # type: ignore[no-untyped-def]
         chosen = choose(kind.kind)
         return lambda kind: chosen
 
@@ -53,14 +35,16 @@ raw_kind = kind_tag(lambda kind: FLOAT32 if kind.pairs else kind)
 
 
 @njit(inline="always")
-def padded(kind, count):
+def padded(kind: Kind, count: int) -> int:
     """count rounded up to whole vectors."""
     return (count + lanes(kind) - 1) // lanes(kind) * lanes(kind)
 
 
 @njit
-def stage_transposed(kind, addresses, shift, step, count, target, target_row, width):
-    """target[d][lane] = number d of lane's row; rows at addresses[lane] + shift, numbers `step` bytes apart."""
+def stage_transposed(
+    kind: Kind, addresses: int, shift: int, step: int, count: int, target: int, target_row: int, width: int
+) -> None:
+    """target[d][lane] = number d of lane's row, at addresses[lane] + shift + d * step."""
     n, size = lanes(kind), compute_size(kind)
     blocks = count // n * n if step == itemsize(kind) else 0
     for lane in range(0, width, n):
@@ -74,7 +58,9 @@ def stage_transposed(kind, addresses, shift, step, count, target, target_row, wi
 
 
 @njit
-def stage_query(kind, addresses, step, count, target, target_row, width):
+def stage_query(
+    kind: Kind, addresses: int, step: int, count: int, target: int, target_row: int, width: int
+) -> None:
     """Rows of Q (or dO) transposed; for pair kinds the numbers d and d + 1 of a row share a lane."""
     if not is_pairs(kind):
         stage_transposed(kind, addresses, 0, step, count, target, target_row, width)
@@ -92,7 +78,7 @@ def stage_query(kind, addresses, step, count, target, target_row, width):
 
 
 @njit
-def _stage_row(kind, at, step, count, to):
+def _stage_row(kind: Kind, at: int, step: int, count: int, to: int) -> None:
     """One row widened, zeros up to whole vectors."""
     n, size = lanes(kind), compute_size(kind)
     whole = count // n * n if step == itemsize(kind) else 0
@@ -105,8 +91,8 @@ def _stage_row(kind, at, step, count, to):
 
 
 @njit
-def _stage_pair(kind, low, high, step, count, to):
-    """Two rows of bfloat16 interleaved, zeros up to whole vectors; a missing row (high = 0) counts as zeros."""
+def _stage_pair(kind: Kind, low: int, high: int, step: int, count: int, to: int) -> None:
+    """Two rows of bfloat16 interleaved, zeros up to whole vectors; high = 0: the row counts as zeros."""
     n = lanes(kind)
     whole = count // n * n if step == 2 else 0
     for d in range(0, whole, n):
@@ -120,14 +106,18 @@ def _stage_pair(kind, low, high, step, count, to):
 
 
 @njit
-def stage_natural(kind, source, row_step, step, rows, count, target, target_row):
+def stage_natural(
+    kind: Kind, source: int, row_step: int, step: int, rows: int, count: int, target: int, target_row: int
+) -> None:
     """target[row][d], widened, zeros up to whole vectors."""
     for row in range(rows):
         _stage_row(kind, source + row * row_step, step, count, target + row * target_row)
 
 
 @njit
-def stage_stored(kind, source, row_step, step, rows, count, target, target_row):
+def stage_stored(
+    kind: Kind, source: int, row_step: int, step: int, rows: int, count: int, target: int, target_row: int
+) -> None:
     """target[row][d] in storage precision, contiguous, with one zero behind an odd count."""
     for row in range(rows):
         at, to = source + row * row_step, target + row * target_row
@@ -137,16 +127,24 @@ def stage_stored(kind, source, row_step, step, rows, count, target, target_row):
 
 
 @njit
-def stage_row_pairs(kind, source, row_step, step, rows, count, target, target_row):
+def stage_row_pairs(
+    kind: Kind, source: int, row_step: int, step: int, rows: int, count: int, target: int, target_row: int
+) -> None:
     """target[row // 2][d] = the pair (row, row + 1) of number d."""
     for row in range(0, rows, 2):
         low = source + row * row_step
-        _stage_pair(kind, low, low + row_step if row + 1 < rows else 0, step, count, target + row // 2 * target_row)
+        _stage_pair(
+            kind, low, low + row_step if row + 1 < rows else 0, step, count, target + row // 2 * target_row
+        )
 
 
 @njit
-def stage_lanes(kind, addresses, step, rows, count, target, target_row, width):
-    """The rows of all lanes, one behind the other (pairs of rows for pair kinds); lanes from `rows` on are zeros."""
+def stage_lanes(
+    kind: Kind, addresses: int, step: int, rows: int, count: int, target: int, target_row: int, width: int
+) -> None:
+    """The rows of all lanes, one behind the other (pairs of rows for pair kinds); lanes from `rows` on are
+    zeros.
+    """
     used = (rows + 1) // 2 if is_pairs(kind) else rows
     for i in range(used):
         if is_pairs(kind):
@@ -160,15 +158,29 @@ def stage_lanes(kind, addresses, step, rows, count, target, target_row, width):
 
 
 @njit
-def unstage_transposed(kind, source, source_row, factors, addresses, step, count, rows, width):
-    """Row of lane, number d = source[d][lane] * factors[lane], rounded to the tensor's dtype; `rows` lanes count."""
+def unstage_transposed(
+    kind: Kind,
+    source: int,
+    source_row: int,
+    factors: int,
+    addresses: int,
+    step: int,
+    count: int,
+    rows: int,
+    width: int,
+) -> None:
+    """Row of lane, number d = source[d][lane] * factors[lane], rounded to the tensor's dtype; `rows` lanes
+    count.
+    """
     n, size = lanes(kind), compute_size(kind)
     whole = count // n * n if step == itemsize(kind) else 0
     for lane in range(0, width, n):
         complete = whole if lane + n <= rows else 0
         for d in range(0, complete, n):
             place = source + d * source_row + lane * size
-            scatter_block(kind, place, source_row, load(kind, factors + lane * size), addresses + 8 * lane, d * step)
+            scatter_block(
+                kind, place, source_row, load(kind, factors + lane * size), addresses + 8 * lane, d * step
+            )
         for one in range(lane, min(lane + n, rows)):
             row, factor = peek_int64(addresses + 8 * one), peek(kind, factors + one * size)
             for d in range(complete, count):
@@ -176,7 +188,17 @@ def unstage_transposed(kind, source, source_row, factors, addresses, step, count
 
 
 @njit
-def unstage_natural(kind, source, source_row, factor, target, row_step, step, rows, count):
+def unstage_natural(
+    kind: Kind,
+    source: int,
+    source_row: int,
+    factor: float,
+    target: int,
+    row_step: int,
+    step: int,
+    rows: int,
+    count: int,
+) -> None:
     """Row, number d = source[row][d] * factor, rounded to the tensor's dtype."""
     n, size = lanes(kind), compute_size(kind)
     whole = count // n * n if step == itemsize(kind) else 0
@@ -189,7 +211,7 @@ def unstage_natural(kind, source, source_row, factor, target, row_step, step, ro
 
 
 @njit
-def fill(kind, target, target_row, rows, width, value):
+def fill(kind: Kind, target: int, target_row: int, rows: int, width: int, value: float) -> None:
     """A packed tile set to one value."""
     for row in range(rows):
         for lane in range(0, width * compute_size(kind), vector_size(kind)):

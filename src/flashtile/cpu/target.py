@@ -1,4 +1,6 @@
-"""Which instructions the kernels may use: read from Numba, so NUMBA_CPU_NAME and NUMBA_CPU_FEATURES restrict it."""
+"""Which instructions the kernels may use: read from Numba, so NUMBA_CPU_NAME and NUMBA_CPU_FEATURES restrict
+it.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ class Target:
 
 def detect() -> Target:
     """The target of this process: AVX-512 (with or without bfloat16 dot products), AVX2, ARM, or generic."""
-    triple, cpu, features = cpu_target.target_context.codegen().magic_tuple()
+    triple, _, features = cpu_target.target_context.codegen().magic_tuple()
     return from_features(triple, set(features.split(",")))
 
 

@@ -1,19 +1,19 @@
-"""Register tiles, and tiles moved between memory and registers: rank-1 updates, transposition, bfloat16 pairs."""
+"""Register tiles, and tiles moved between memory and registers: rank-1 updates, transposition, bfloat16
+pairs.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from .simd import (
+from .kinds import I16, I32, I64
+from .llvm import (
     BFLOAT,
-    I16,
-    I32,
-    I64,
     const,
     dot_pairs_value,
     fma_value,
@@ -84,7 +84,9 @@ def tile_operations(rows: int, columns: int) -> tuple[Any, Any, Any, Any]:
                 a = splat_value(b, b.load(place, align=2 if pairs else 4), vector.lanes)
                 for c in range(columns):
                     old = b.extract_value(tile_value, r * columns + c)
-                    result.append(dot_pairs_value(b, old, a, bs[c]) if pairs else fma_value(b, vector, a, bs[c], old))
+                    result.append(
+                        dot_pairs_value(b, old, a, bs[c]) if pairs else fma_value(b, vector, a, bs[c], old)
+                    )
             return cgutils.pack_array(b, result)
 
         return tile_type(kind)(kind, tile_type(kind), types.int64, types.int64, types.int64), gen
@@ -100,7 +102,9 @@ def _transpose(b: ir.IRBuilder, vectors: list[ir.Value]) -> list[ir.Value]:
     count, step = len(vectors), 1
     mask_type = ir.VectorType(I32, count)
     while step < count:
-        low = ir.Constant(mask_type, [count + (lane ^ step) if lane & step else lane for lane in range(count)])
+        low = ir.Constant(
+            mask_type, [count + (lane ^ step) if lane & step else lane for lane in range(count)]
+        )
         high = ir.Constant(mask_type, [count + lane if lane & step else lane ^ step for lane in range(count)])
         for i in range(count):
             if not i & step:
@@ -116,7 +120,9 @@ def _address_at(b: ir.IRBuilder, table: ir.Value, index: int, shift: ir.Value) -
 
 @intrinsic
 def gather_block(tc: Any, kind: Any, addresses: Any, shift: Any, target: Any, stride: Any) -> Any:
-    """target[d][lane] = number d of the row at addresses[lane] + shift, for lanes numbers of each of lanes rows."""
+    """target[d][lane] = number d of the row at addresses[lane] + shift, for lanes numbers of each of lanes
+    rows.
+    """
     k = kind.kind
 
     def gen(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
@@ -130,8 +136,10 @@ def gather_block(tc: Any, kind: Any, addresses: Any, shift: Any, target: Any, st
 
 
 @intrinsic
-def scatter_block(tc: Any, kind: Any, source: Any, stride: Any, factor: Any, addresses: Any, shift: Any) -> Any:
-    """The inverse: number d of the row at addresses[lane] + shift = source[d][lane] * factor[lane], rounded."""
+def scatter_block(
+    tc: Any, kind: Any, source: Any, stride: Any, factor: Any, addresses: Any, shift: Any
+) -> Any:
+    """The inverse: number d of the row at addresses[lane] + shift = source[d][lane] * factor[lane]."""
     k, vector = kind.kind, kind.vector
 
     def gen(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
@@ -150,7 +158,9 @@ def scatter_block(tc: Any, kind: Any, source: Any, stride: Any, factor: Any, add
 
 @intrinsic
 def add_block(tc: Any, kind: Any, source: Any, stride: Any, addresses: Any, shift: Any) -> Any:
-    """Number d of the row of compute numbers at addresses[lane] + shift += source[d][lane]; rows are distinct."""
+    """Number d of the row of compute numbers at addresses[lane] + shift += source[d][lane]; rows are
+    distinct.
+    """
     k, vector = kind.kind, kind.vector
 
     def gen(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
@@ -174,7 +184,9 @@ def sum_lanes(tc: Any, kind: Any, x: Any) -> Any:
         while width > 1:
             width //= 2
             halves = [
-                b.shuffle_vector(total, total, ir.Constant(ir.VectorType(I32, width), list(range(s, s + width))))
+                b.shuffle_vector(
+                    total, total, ir.Constant(ir.VectorType(I32, width), list(range(s, s + width)))
+                )
                 for s in (0, width)
             ]
             total = b.fadd(*halves)
@@ -188,7 +200,9 @@ def sum_lanes(tc: Any, kind: Any, x: Any) -> Any:
 
 @intrinsic
 def interleave(tc: Any, kind: Any, low: Any, high: Any, target: Any) -> Any:
-    """target lane = pair (low[lane], high[lane]) from two rows of stored bfloat16; address 0 stands for zeros."""
+    """target lane = pair (low[lane], high[lane]) from two rows of stored bfloat16; address 0 stands for
+    zeros.
+    """
     n = kind.kind.lanes
     shorts, ints = ir.VectorType(I16, n), ir.VectorType(I32, n)
 

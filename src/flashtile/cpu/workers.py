@@ -1,7 +1,8 @@
 """Worker threads that take tasks from a shared counter.
 
 Kernels release the interpreter lock, so plain Python threads run them side by side. Threads are started on
-demand, are started anew after a fork, follow torch.get_num_threads(), and never touch a system threading library.
+demand, are started anew after a fork, follow torch.get_num_threads(), and never touch a system threading
+library.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 
 from .call import NEXT_TASK, TASKS, address
 
-Kernel = Callable[[int, int, int], int]  # (call, scratch, at most so many tasks) -> tasks still to take?
+Kernel = Callable[[int, int, int], bool]  # (call, scratch, at most so many tasks) -> tasks still to take?
 
 _TASKS_PER_VISIT = 4  # the caller's thread returns to Python this often, so that Ctrl-C is heard
 
@@ -51,7 +52,7 @@ class _Job:
             self.cancel()
         with self.lock:
             self.running -= 1
-            if self.closed and not self.running:
+            if not self.running:
                 self.idle.set()
 
     def cancel(self) -> None:
@@ -61,9 +62,11 @@ class _Job:
         """Waits for the helpers that have begun; later ones find the job closed."""
         with self.lock:
             self.closed = True
-            waiting = self.running > 0
-        if waiting:
-            self.idle.wait()
+            if not self.running:
+                self.idle.set()
+            else:
+                self.idle.clear()
+        self.idle.wait()
         if self.error is not None:
             raise self.error
 
