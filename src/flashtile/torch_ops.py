@@ -145,7 +145,7 @@ _ALTERNATIVE = "flashtile.reference.attention, plain PyTorch, has every derivati
 class _Forward(torch.autograd.function._SingleLevelFunction):
     @staticmethod
     def forward(ctx: Any, keyset: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
-        out, lse = _below_autograd(attention_forward, keyset, inputs)
+        out, lse = _next_level(attention_forward, keyset, inputs)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*inputs[:_TENSORS], out, lse)
         ctx.numbers = inputs[_TENSORS:]
@@ -171,7 +171,7 @@ class _Forward(torch.autograd.function._SingleLevelFunction):
 class _Backward(torch.autograd.function._SingleLevelFunction):
     @staticmethod
     def forward(ctx: Any, keyset: Any, *inputs: Any) -> tuple[Tensor, ...]:
-        return tuple(_below_autograd(attention_backward, keyset, inputs))
+        return tuple(_next_level(attention_backward, keyset, inputs))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> NoReturn:
@@ -185,6 +185,12 @@ class _Backward(torch.autograd.function._SingleLevelFunction):
 def _below_autograd(operator: Any, keyset: Any, inputs: tuple[Any, ...]) -> Any:
     with torch._C._AutoDispatchBelowAutograd():
         return operator.redispatch(keyset & torch._C._after_autograd_keyset, *inputs)
+
+
+def _next_level(operator: Any, keyset: Any, inputs: tuple[Any, ...]) -> Any:
+    """Undoes that a function's forward runs without gradients: nested transforms record their own level."""
+    with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
+        return _below_autograd(operator, keyset, inputs)
 
 
 def _recorded(function: Any, operator: Any) -> Callable[..., Any]:

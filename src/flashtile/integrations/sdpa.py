@@ -35,7 +35,7 @@ _TOP_LEFT = causal(alignment="top-left")
 
 
 def activate() -> None:
-    """Serve ``scaled_dot_product_attention`` on CPU from now on, in every thread; a second call changes nothing."""
+    """Serve ``scaled_dot_product_attention`` on CPU from now on, in every thread; once is enough."""
     global _before_blocks
     with _lock:
         _before_blocks = True
