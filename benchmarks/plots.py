@@ -11,16 +11,16 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from benchmarks.peers import TITLES
-from flashtile.bench.figure import COLORS, LABELS, grouped_bars
+from flashtile.bench import figure as figures
 
-COLORS |= {
+COLORS = {
     "flex": "#8250df",
     "ort-mha": "#1a7f37",
     "ort-gqa": "#4ac26b",
     "ort-attention": "#aceebb",
     "openvino": "#bf3989",
 }
-LABELS |= TITLES
+LOOK = {name: (title, COLORS.get(name) or figures.LOOK[name][1]) for name, title in TITLES.items()}
 Results = list[dict[str, Any]]
 
 
@@ -53,9 +53,9 @@ def legend_below(figure: Figure, axes: list[Axes]) -> None:
     handles = {
         label: handle for one in axes for handle, label in zip(*one.get_legend_handles_labels(), strict=True)
     }
-    figure.legend(
-        handles.values(), handles.keys(), loc="outside lower center", ncols=8, frameon=False, fontsize=9
-    )
+    order = [title for title in TITLES.values() if title in handles] or list(handles)
+    shown = [handles[label] for label in order]
+    figure.legend(shown, order, loc="outside lower center", ncols=8, frameon=False, fontsize=9)
 
 
 def bars(axes: Axes, groups: list[str], results: Results, rate: Any, values: str = "{:.0f}") -> None:
@@ -65,7 +65,7 @@ def bars(axes: Axes, groups: list[str], results: Results, rate: Any, values: str
         name: [rate(r, name) if "seconds" in r["peers"].get(name, {}) else None for r in results]
         for name in peers
     }
-    grouped_bars(axes, groups, series, values)
+    figures.grouped_bars(axes, groups, series, values, LOOK)
 
 
 def draw_long(results: Results, found: dict[str, Any], path: Path) -> Path:
@@ -85,7 +85,7 @@ def draw_long(results: Results, found: dict[str, Any], path: Path) -> Path:
             bars(
                 axes, [r["case"]["dtype"] for r in chosen], chosen, lambda r, name: r["peers"][name]["gflops"]
             )
-            draw_peaks(axes, found["ceilings"])
+            figures.draw_peaks(axes, found["ceilings"])
             axes.set_title(f"head_dim {head_dim}{', causal' if causal else ''}", loc="left", fontsize=10)
             axes.set_ylabel("GFLOP/s")
     legend_below(figure, list(grid.flat))
@@ -93,19 +93,10 @@ def draw_long(results: Results, found: dict[str, Any], path: Path) -> Path:
     return path
 
 
-def draw_peaks(axes: Axes, ceilings: dict[str, float | None]) -> None:
-    for name, title in (("fma_gflops", "FMA peak"), ("bf16_dot_gflops", "bf16 dot peak")):
-        peak = ceilings.get(name)
-        if peak:
-            axes.axhline(peak, color="#57606a", linewidth=0.8, linestyle="--")
-            where = {"xycoords": ("axes fraction", "data"), "ha": "right", "va": "bottom"}
-            axes.annotate(title, (1, peak), fontsize=8, **where)
-
-
 def draw_short(results: Results, found: dict[str, Any], path: Path) -> Path:
     """Decoding in GB/s of keys and values; small problems as ratios to torch SDPA."""
-    figure = titled_figure(found, "Decoding, and small problems", (15, 5))
-    decode, small = figure.subplots(1, 2, width_ratios=(3, 8))
+    figure = titled_figure(found, "Decoding, and small problems", (15, 8))
+    decode, small = figure.subplots(2, 1)
     steps = [r for r in results if r["case"]["group"] == "decode"]
     if steps:
         sizes = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -134,6 +125,7 @@ def draw_short(results: Results, found: dict[str, Any], path: Path) -> Path:
             ratio,
             "{:.1f}",
         )
+    small.set_yscale("log")
     small.set_title("small: speed relative to torch SDPA", loc="left", fontsize=10)
     legend_below(figure, [decode, small])
     figure.savefig(path, dpi=110)
@@ -141,23 +133,14 @@ def draw_short(results: Results, found: dict[str, Any], path: Path) -> Path:
 
 
 def draw_memory(found: dict[str, Any], path: Path) -> Path:
-    """Extra memory by length, both axes logarithmic."""
-    figure = titled_figure(found, "Memory beyond inputs and results, 2 heads, head_dim 64, float32", (8, 4.5))
+    """Extra memory by length; backward passes dashed."""
+    figure = titled_figure(found, "Memory beyond inputs and results, 2 heads, head_dim 64, float32", (9, 4.5))
     axes = figure.subplots()
-    for name, points in found["memory"].items():
-        library, direction = name.split()
-        lengths, sizes = [p["length"] for p in points], [max(p["mib"], 0.1) for p in points]
-        style = "-" if direction == "forward" else "--"
-        label = f"{LABELS[library]} {direction}"
-        axes.plot(lengths, sizes, style, marker="o", color=COLORS[library], label=label)
-        axes.annotate(
-            f"{sizes[-1]:.1f}", (lengths[-1], sizes[-1]), xytext=(6, -3), textcoords="offset points"
-        )
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.set_xlabel("sequence length")
-    axes.set_ylabel("MiB")
-    axes.grid(alpha=0.25)
+    look = {}
+    for name in found["memory"]:
+        label, color = LOOK[name.split()[0]]
+        look[name] = (f"{label}, {name.split()[1]}", color)
+    figures.draw_memory(axes, found["memory"], look)
     legend_below(figure, [axes])
     figure.savefig(path, dpi=110)
     return path

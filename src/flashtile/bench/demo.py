@@ -112,7 +112,7 @@ def _prefill(plan: Plan, model: Any, ids: torch.Tensor, dtype: str, until: float
             progress.step(f"{length} tokens")
             row: dict[str, Any] = {"dtype": dtype, "tokens": length}
             rows.append(row)
-            if expected > plan.seconds_until(until):
+            if expected > max(0.0, plan.seconds_until(until)):
                 row["left_out"] = (
                     f"about {expected:.0f} s more; --minutes {plan.minutes * 2:g} has time for it"
                 )

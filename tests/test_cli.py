@@ -1,0 +1,153 @@
+"""The command line: what it prints, where, and with which exit code."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import flashtile
+from flashtile import cli
+
+
+@pytest.mark.parametrize("command", ["info", "check", "bench", "demo"])
+def test_help_has_examples(command, capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli.main([command, "--help"])
+    assert stop.value.code == 0
+    text = capsys.readouterr().out
+    assert f"flashtile {command}" in text.split("examples:")[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "COMMAND"),
+        (["fly"], "fly"),
+        (["bench", "--shape", "1,2,3"], "BATCH,HEADS,LENGTH,HEAD_DIM"),
+        (["bench", "--shape", "1,2,3,0"], "at least 1"),
+        (["bench", "--dtype", "fp32,int8"], "'int8'"),
+        (["check", "--dtype", "fp12"], "'fp12'"),
+        (["info", "--threads", "0"], "at least 1"),
+    ],
+)
+def test_wrong_arguments_exit_with_2_and_say_what_was_expected(arguments, message, capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(arguments)
+    assert stop.value.code == 2
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert captured.out == ""
+
+
+def test_info_prints_machine_versions_and_the_explanation_of_a_call(capsys):
+    assert cli.main(["info", "--dtype", "bf16", "--heads", "6", "--kv-heads", "2"]) == 0
+    text = capsys.readouterr().out
+    for part in ("instruction set", "threads", "cache folder", f"torch {torch.__version__}", "bfloat16"):
+        assert part in text
+    assert "backend: flashtile.cpu" in text
+    assert "3 query heads share each key head" in text
+
+
+def test_info_names_what_hinders_a_call(capsys):
+    assert cli.main(["info", "--heads", "5", "--kv-heads", "2"]) == 0
+    text = capsys.readouterr().out
+    assert "backend: none" in text
+    assert "5 query heads" in text
+
+
+def test_info_as_json(capsys):
+    assert cli.main(["info", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["versions"]["flashtile"] == flashtile.__version__
+    assert facts["threads"] == torch.get_num_threads()
+    assert facts["call"][1] == "backend: flashtile.cpu"
+
+
+def test_threads_are_set(capsys):
+    assert cli.main(["info", "--json", "--threads", "1"]) == 0
+    assert json.loads(capsys.readouterr().out)["threads"] == 1
+
+
+def test_check_passes_here(capsys):
+    assert cli.main(["check", "--dtype", "fp32"]) == 0
+    text = capsys.readouterr().out
+    assert "FAILED" not in text
+    assert "12 of 12 passed" in text
+
+
+def test_check_fails_on_a_wrong_kernel(capsys, monkeypatch):
+    right = flashtile.attention
+
+    def wrong(*args, **kwargs):
+        out, lse = right(*args, **kwargs)
+        return out * 1.001, lse
+
+    monkeypatch.setattr(flashtile, "attention", wrong)
+    assert cli.main(["check", "--dtype", "fp32", "--json"]) == 1
+    verdicts = json.loads(capsys.readouterr().out)
+    assert not any(verdict["passed"] for verdict in verdicts)
+
+
+def test_check_reports_an_error_instead_of_stopping(capsys, monkeypatch):
+    def broken(*args, **kwargs):
+        raise RuntimeError("no such instruction")
+
+    monkeypatch.setattr(flashtile, "attention", broken)
+    assert cli.main(["check", "--dtype", "fp32"]) == 1
+    assert "RuntimeError: no such instruction" in capsys.readouterr().out
+
+
+def test_bench_as_json(capsys):
+    arguments = [
+        "bench",
+        "--shape",
+        "1,2,64,16",
+        "--dtype",
+        "fp32",
+        "--rounds",
+        "2",
+        "--no-ceilings",
+        "--json",
+    ]
+    assert cli.main([*arguments, "--causal", "both"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [result["case"]["name"] for result in found["results"]] == [
+        "forward fp32 1x2x64x16",
+        "forward fp32 causal 1x2x64x16",
+        "backward fp32 1x2x64x16",
+        "backward fp32 causal 1x2x64x16",
+    ]
+    for result in found["results"]:
+        assert set(result["seconds"]) == {"flashtile", "torch", "standard"}
+        assert all(0 < timing["p20"] <= timing["p80"] for timing in result["seconds"].values())
+
+
+def test_bench_as_a_table(capsys):
+    shape = ["--shape", "1,4,1,16", "--kv-heads", "2", "--key-length", "64"]
+    options = ["--dtype", "bf16", "--pass", "forward", "--against", "torch", "--rounds", "1", "--no-ceilings"]
+    assert cli.main(["bench", *shape, *options]) == 0
+    captured = capsys.readouterr()
+    assert "forward bf16 1x4x1x16 kv 2x64" in captured.out
+    assert "standard" not in captured.out
+    assert captured.err == ""  # progress only on a terminal
+
+
+def test_interruption_exits_with_130(capsys, monkeypatch):
+    def interrupt(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(flashtile.dispatch, "explain", interrupt)
+    assert cli.main(["info"]) == 130
+    assert "interrupted" in capsys.readouterr().err
+
+
+def test_module_is_the_command():
+    command = [sys.executable, "-m", "flashtile", "bench", "--help"]
+    answer = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ.copy())
+    assert answer.returncode == 0
+    assert answer.stdout.startswith("usage: flashtile bench")
