@@ -341,6 +341,19 @@ def test_without_a_registry(monkeypatch, engine):
     assert not sdpa.is_active()
 
 
+@pytest.mark.parametrize("name", ["value head_dim", "three dimensions"])
+def test_second_derivatives_where_torch_has_them(name):
+    found = []
+    inputs = {**qkv(), **QUADRATIC_CALLS[name]}
+    for switch in (flashtile.activate, flashtile.deactivate):
+        switch()
+        query = inputs["query"].detach().requires_grad_()
+        out = F.scaled_dot_product_attention(**{**inputs, "query": query})
+        (gradient,) = torch.autograd.grad(out.sin().sum(), query, create_graph=True)
+        found.append(torch.autograd.grad((gradient**2).sum(), query)[0])
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
+
+
 def test_threads_share_the_switch():
     inputs = qkv()
     expected = F.scaled_dot_product_attention(**inputs)

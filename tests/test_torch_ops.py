@@ -307,21 +307,57 @@ def test_jacobians_agree():
     torch.testing.assert_close(torch.autograd.functional.jacobian(call, query, vectorize=True), expected)
 
 
-def test_what_has_no_derivative_says_so():
+def test_second_derivatives():
+    options = {"dtype": torch.float64, "requires_grad": True}
+    inputs = (
+        torch.randn(1, 2, 3, 3, **options),
+        torch.randn(1, 1, 4, 3, **options),
+        torch.randn(1, 1, 4, 2, **options),
+        torch.randn(2, 1, 4, **options),
+        torch.rand(2, **options),
+        torch.rand(2, **options),
+    )
+
+    def call(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, slopes: Tensor, sinks: Tensor) -> Any:
+        options = {"mask": BOTTOM_RIGHT, "softcap": 2.0, "dropout_p": 0.2, "seed": 3, "return_lse": True}
+        return flashtile.attention(query, key, value, bias=bias, alibi_slopes=slopes, sinks=sinks, **options)
+
+    assert torch.autograd.gradgradcheck(call, inputs)
+    assert torch.autograd.gradgradcheck(lambda t: flashtile.attention(t, t, t[..., :2]), inputs[:1])
+
+
+def test_second_derivatives_of_torch_func():
+    query = torch.randn(1, 2, 3, 3, dtype=torch.float64)
+
+    def loss(tensor: Tensor) -> Tensor:
+        return flashtile.attention(tensor, tensor, tensor, scale=0.5).sin().sum()
+
+    def standard_loss(tensor: Tensor) -> Tensor:
+        return ((0.5 * tensor @ tensor.mT).softmax(-1) @ tensor).sin().sum()
+
+    for second in (
+        lambda f: torch.func.grad(lambda tensor: (torch.func.grad(f)(tensor) ** 2).sum()),
+        lambda f: torch.func.jacrev(torch.func.jacrev(f)),
+    ):
+        torch.testing.assert_close(second(loss)(query), second(standard_loss)(query))
+
+
+def test_forward_mode_is_refused():
     query = normal(1, 2, 5, 4, requires_grad=True)
 
     def call(tensor: Tensor) -> Tensor:
         return flashtile.attention(tensor, tensor, tensor).sin().sum()
 
-    (gradient,) = torch.autograd.grad(call(query), query, create_graph=True)
-    with pytest.raises(NotImplementedError, match=r"no second derivative; flashtile\.reference\.attention"):
-        gradient.sum().backward()
-    with pytest.raises(NotImplementedError, match="no second derivative"):
-        torch.func.grad(lambda tensor: torch.func.grad(call)(tensor).sum())(query)
-    with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
-        torch.func.jvp(call, (query.detach(),), (torch.ones_like(query),))
-    with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
-        torch.func.hessian(call)(query.detach())
+    for tensor in (query, query.detach()):
+        with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
+            torch.func.jvp(call, (tensor,), (torch.ones_like(query),))
+        with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
+            torch.func.hessian(call)(tensor)
+        with (
+            torch.autograd.forward_ad.dual_level(),
+            pytest.raises(NotImplementedError, match="no forward-mode derivative"),
+        ):
+            call(torch.autograd.forward_ad.make_dual(tensor, torch.ones_like(query)))
 
 
 def test_a_profiler_sees_the_operator():

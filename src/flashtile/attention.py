@@ -68,7 +68,8 @@ def attention(
     Computes ``dropout(softmax(softcap(scale * query @ key^T) + bias - alibi)) @ value``, the softmax over the
     keys a query sees (FlashAttention-2, algorithms 1 and 2). A query that sees none gets output 0, LSE -inf
     and gradients 0.
-    Differentiable in query, key, value, bias, alibi_slopes and sinks, through the output and the LSE; once.
+    Differentiable in query, key, value, bias, alibi_slopes and sinks, through the output and the LSE. A
+    second derivative is exact too, but standard attention computes it, with memory quadratic in the lengths.
 
     Args:
         query: (B, Hq, Sq, D), or (N, L, D) for N sequences of one head; float64, float32, bfloat16 or

@@ -137,7 +137,10 @@ def _backward_fake(
     )
 
 
-_ALTERNATIVE = "flashtile.reference.attention, plain PyTorch, has every derivative"
+_NO_FORWARD_MODE = (
+    "flashtile.attention has no forward-mode derivative (jvp, jacfwd, hessian): use reverse mode (vjp, "
+    "jacrev), or flashtile.reference.attention, which is plain PyTorch"
+)
 
 
 # Not torch.library.register_autograd: its formula is refused inside torch.func.grad and vjp, where an
@@ -165,21 +168,35 @@ class _Forward(torch.autograd.function._SingleLevelFunction):
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor | None) -> NoReturn:
-        raise NotImplementedError(f"flashtile.attention has no forward-mode derivative; {_ALTERNATIVE}")
+        raise NotImplementedError(_NO_FORWARD_MODE)
 
 
 class _Backward(torch.autograd.function._SingleLevelFunction):
     @staticmethod
     def forward(ctx: Any, keyset: Any, *inputs: Any) -> tuple[Tensor, ...]:
-        return tuple(_next_level(attention_backward, keyset, inputs))
+        gradients = tuple(_next_level(attention_backward, keyset, inputs))
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*inputs[:2], *inputs[5 : 5 + _TENSORS])
+        ctx.numbers = inputs[5 + _TENSORS :]
+        return gradients
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> NoReturn:
-        raise NotImplementedError(f"flashtile.attention has no second derivative; {_ALTERNATIVE}")
+    def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
+        from flashtile.torch_second import differentiate_backward
+
+        grad_out, grad_lse, *inputs = ctx.saved_tensors
+        # Behind the key set: grad_out, grad_lse, out, lse, wanted, and then the problem.
+        positions = [1, 2, *(6 + position for position in _DIFFERENTIABLE)]
+        problem = _problem(*inputs, *ctx.numbers)
+        found = differentiate_backward(problem, grad_out, grad_lse, upstream)
+        results: list[Tensor | None] = [None] * (6 + _TENSORS + len(ctx.numbers))
+        for position, gradient in zip(positions, found, strict=True):
+            results[position] = gradient if ctx.needs_input_grad[position] else None
+        return tuple(results)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor | None) -> NoReturn:
-        raise NotImplementedError(f"flashtile.attention has no second derivative; {_ALTERNATIVE}")
+        raise NotImplementedError(_NO_FORWARD_MODE)
 
 
 def _below_autograd(operator: Any, keyset: Any, inputs: tuple[Any, ...]) -> Any:
