@@ -11,6 +11,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 
 from flashtile.masks import (
     Mask,
@@ -407,3 +408,33 @@ class TestCompile:
                 compiled(torch.empty(2, query_length, key_length)), mask.dense(2, query_length, key_length)
             )
         assert counter.frame_count == 1
+
+
+class TestTransforms:
+    def test_vmap_over_the_lengths(self):
+        dense = torch.vmap(lambda n: key_lengths(n).dense(1, 3, 5)[0, 0])(torch.tensor([2, 5]))
+        assert torch.equal(dense, key_lengths([2, 5]).dense(2, 3, 5)[:, 0])
+
+    def test_vmap_over_documents(self):
+        ids = torch.tensor([[0, 0, 1, 1], [0, 1, 2, 2]])
+        dense = torch.vmap(lambda row: documents(row).dense(1, 4, 4)[0, 0])(ids)
+        assert torch.equal(dense, documents(ids).dense(2, 4, 4)[:, 0])
+
+    def test_fake_tensors(self):
+        with FakeTensorMode():
+            mask = key_lengths(torch.empty(2, dtype=torch.int64)) & documents(
+                torch.empty(2, 5, dtype=torch.int64)
+            )
+            assert mask.dense(2, 5, 5).shape == (2, 1, 5, 5)
+
+    def test_dynamic_batch(self):
+        torch.compiler.reset()
+        compiled = torch.compile(
+            lambda lengths, x: _as_dense(key_lengths(lengths), x),
+            backend="aot_eager",
+            fullgraph=True,
+            dynamic=True,
+        )
+        for lengths in (torch.tensor([1, 2, 3]), torch.tensor([4, 0])):
+            x = torch.empty(len(lengths), 6, 7)
+            assert torch.equal(compiled(lengths, x), _as_dense(key_lengths(lengths), x))

@@ -48,12 +48,17 @@ def key_positions(values: Tensor, key_length: int, device: torch.device, name: s
 
 
 def values_known(values: Tensor) -> bool:
-    """Whether looking at the values costs neither a graph break nor a device synchronisation."""
-    return values.device.type == "cpu" and not torch.compiler.is_compiling()
+    """Whether values can be looked at: in host memory, and neither traced, nor fake, nor mapped by vmap."""
+    return (
+        values.device.type == "cpu"
+        and not torch.compiler.is_compiling()
+        and torch._C._functorch.peek_interpreter_stack() is None
+        and torch._C._len_torch_dispatch_stack() == 0
+    )
 
 
 def check_size(name: str, dimension: str, size: int, expected: int) -> None:
-    if size not in (1, expected):
+    if size != 1 and size != expected:  # `in` is always false between two symbolic sizes
         raise ValueError(f"{name}: the {dimension} dimension must be {expected} or 1, got {size}")
 
 
