@@ -54,6 +54,7 @@ OPERATOR_CALLS = {
         "lower": -3,
         "upper": 2,
     },
+    "default scale": {"query": normal(2, 4, 5, 8, requires_grad=True), "scale": None},
     "one gradient": {"key": normal(2, 2, 7, 8, requires_grad=True), "upper": 0},
     "gradient of bias only": {"bias": normal(2, 1, 1, 7, requires_grad=True)},
     "transposed": {"query": transposed(2, 4, 5, 8, requires_grad=True), "value": transposed(2, 2, 7, 3)},
@@ -198,15 +199,16 @@ class Causal(torch.nn.Module):
 
 
 @pytest.mark.parametrize("strict", [True, False])
-def test_export_with_dynamic_lengths(strict):
-    length = torch.export.Dim("length", min=2, max=64)
-    exported = torch.export.export(
-        Causal(), (normal(2, 4, 9, 8), normal(2, 2, 7, 8)), dynamic_shapes=({2: length}, None), strict=strict
+def test_export_with_dynamic_sizes(strict):
+    batch, length, head_dim = (
+        torch.export.Dim(name, min=2, max=64) for name in ("batch", "length", "head_dim")
     )
-    targets = [node.target for node in exported.graph.nodes if node.op == "call_function"]
-    assert FORWARD in targets
-    query, key = normal(2, 4, 31, 8), normal(2, 2, 7, 8)
-    assert torch.equal(exported.module()(query, key), Causal()(query, key))
+    shapes = ({0: batch, 2: length, 3: head_dim}, {0: batch, 3: head_dim})
+    inputs = (normal(2, 4, 9, 8), normal(2, 2, 7, 8))
+    exported = torch.export.export(Causal(), inputs, dynamic_shapes=shapes, strict=strict)
+    assert FORWARD in [node.target for node in exported.graph.nodes if node.op == "call_function"]
+    others = (normal(3, 4, 31, 12), normal(3, 2, 7, 12))
+    assert torch.equal(exported.module()(*others), Causal()(*others))
 
 
 def mapped_inputs() -> tuple[Tensor, Tensor, Tensor]:

@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 
 from flashtile import dispatch, torch_ops
 from flashtile.masks import Intervals, Mask
-from flashtile.problem import SUPPORTED_DTYPES, AttentionProblem, compute_dtype
+from flashtile.problem import SUPPORTED_DTYPES, AttentionProblem, compute_dtype, default_scale
 
 _NO_MASK = Intervals()
 
@@ -110,9 +110,7 @@ def attention(
     three_dims = query.dim() == 3
     if three_dims:
         query, key, value = query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1)
-    if scale is None:
-        scale = query.shape[3] ** -0.5
-    else:
+    if scale is not None:
         _check_number("scale", scale)
     if softcap is not None:
         _check_number("softcap", softcap, above=0.0)
@@ -135,6 +133,7 @@ def attention(
     lower, upper, first, last, dense = intervals
     plain = bias is None and alibi_slopes is None and sinks is None and dense is None and seed_tensor is None
     if plain and _undisturbed(query, key, value):
+        scale = default_scale(query) if scale is None else scale
         out, lse = torch_ops.forward(
             AttentionProblem(query, key, value, scale, softcap, lower, upper, first, last)
         )

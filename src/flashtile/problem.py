@@ -18,6 +18,11 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def default_scale(query: Tensor) -> float:
+    """The factor of the scores where the caller gives none: head_dim ** -0.5."""
+    return float(query.shape[3] ** -0.5)
+
+
 # Not frozen: building a frozen one takes a microsecond longer, a tenth of a small call. Nobody changes it.
 @dataclass(slots=True, eq=False)
 class AttentionProblem:

@@ -16,12 +16,12 @@ from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 
 from flashtile import dispatch, torch_vmap
-from flashtile.problem import AttentionProblem, Gradients, compute_dtype
+from flashtile.problem import AttentionProblem, Gradients, compute_dtype, default_scale
 
 _LIBRARY: Any = torch.library.Library("flashtile", "DEF")  # type: ignore[no-untyped-call]
 _PROBLEM_SCHEMA = (
     "Tensor query, Tensor key, Tensor value, Tensor? first, Tensor? last, Tensor? mask, Tensor? bias, "
-    "Tensor? alibi_slopes, Tensor? sinks, Tensor? seed, float scale, float? softcap, SymInt? lower, "
+    "Tensor? alibi_slopes, Tensor? sinks, Tensor? seed, float? scale, float? softcap, SymInt? lower, "
     "SymInt? upper, float dropout_p"
 )
 # Positions of the differentiable inputs in the schema above, in the order of the backward's results.
@@ -93,12 +93,14 @@ def _problem(
     alibi_slopes: Tensor | None,
     sinks: Tensor | None,
     seed: Tensor | None,
-    scale: float,
+    scale: float | None,
     softcap: float | None,
     lower: int | None,
     upper: int | None,
     dropout_p: float,
 ) -> AttentionProblem:
+    # The default is no number until here, where head_dim is one even if a compiled graph leaves it open.
+    scale = default_scale(query) if scale is None else scale
     number = 0 if seed is None else int(seed.item())
     return AttentionProblem(
         query, key, value, scale, softcap, lower, upper, first, last, mask, bias, alibi_slopes, sinks,

@@ -23,7 +23,7 @@ from torch.nn.attention import SDPBackend
 from flashtile import dispatch
 from flashtile.attention import attention, inputs_agree
 from flashtile.masks import Mask, causal
-from flashtile.problem import AttentionProblem, Gradients, compute_dtype
+from flashtile.problem import AttentionProblem, Gradients, compute_dtype, default_scale
 
 # PyTorch's registry of attention providers; older versions have none.
 _registry: Any = torch.nn.attention if hasattr(torch.nn.attention, "register_flash_attention_impl") else None
@@ -256,8 +256,7 @@ def _problem(
 ) -> AttentionProblem:
     """The call as a problem, widened to float32 where a float32 mask would lose its precision otherwise."""
     _check_flash_call(query, key, value, dropout_p, attn_mask)
-    if scale is None:
-        scale = query.shape[3] ** -0.5
+    scale = default_scale(query) if scale is None else scale
     problem = AttentionProblem(query, key, value, scale, upper=0 if is_causal else None)
     if attn_mask is not None:
         mask = attn_mask[(None,) * (4 - attn_mask.dim())]
