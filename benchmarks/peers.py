@@ -33,9 +33,8 @@ class Torch:
         torch.set_num_threads(threads)
 
     def prepare(self, case: Case) -> Run:
-        reason = runs.affordable(self.library, case, machine.memory_bytes())
-        # float16 products without hardware take torch many seconds, which is worth knowing once
-        if reason and "seconds" not in reason:
+        reason = runs.left_out(self.library, case, machine.memory_bytes(), patient=True)
+        if reason:
             raise LeftOutError(reason)
         return runs.make_run(runs.LIBRARIES[self.library](case), case)
 

@@ -11,7 +11,7 @@ import torch
 from flashtile.bench import ceilings, machine
 from flashtile.bench.cases import Case
 from flashtile.bench.console import Progress, table
-from flashtile.bench.runs import LIBRARIES, affordable, make_run
+from flashtile.bench.runs import LIBRARIES, left_out, make_run
 from flashtile.bench.timing import Timing, format_seconds, interleave
 
 
@@ -24,7 +24,7 @@ def measure(
     with Progress("measuring", len(cases)) as progress:
         for case in cases:
             progress.step(case.name)
-            reasons = {library: affordable(library, case, memory) for library in libraries}
+            reasons = {library: left_out(library, case, memory) for library in libraries}
             runs = {
                 library: make_run(LIBRARIES[library](case), case)
                 for library in libraries

@@ -113,9 +113,7 @@ def _prefill(plan: Plan, model: Any, ids: torch.Tensor, dtype: str, until: float
             row: dict[str, Any] = {"dtype": dtype, "tokens": length}
             rows.append(row)
             if expected > max(0.0, plan.seconds_until(until)):
-                row["left_out"] = (
-                    f"about {expected:.0f} s more; --minutes {plan.minutes * 2:g} has time for it"
-                )
+                row["left_out"] = f"{expected:.0f} s"
                 continue
             times: dict[str, list[float]] = {name: [] for name in language.ATTENTIONS}
             begin = time.monotonic()
@@ -136,15 +134,11 @@ def model_report(model: dict[str, Any]) -> str:
     if "unavailable" in model:
         return f"  left out: {model['unavailable']}"
     ours, theirs = model["perplexity"]["flashtile"], model["perplexity"]["torch"]
-    lines = [
-        f"  perplexity of {model['perplexity_tokens']} tokens: {theirs:.4f} with torch's attention, "
-        f"{ours:.4f} with flashtile's\n"
-    ]
-    rows = []
+    rows, skipped = [], []
     for row in model["prefill"]:
         name = f"prefill {row['dtype']}, {row['tokens']} tokens"
         if "left_out" in row:
-            lines.append(f"  left out: {name}: {row['left_out']}")
+            skipped.append(f"{name} ({row['left_out']})")
             continue
         times = {library: timing["median"] for library, timing in row["seconds"].items()}
         ratio = times["torch"] / times["flashtile"]
@@ -158,7 +152,14 @@ def model_report(model: dict[str, Any]) -> str:
             ]
         )
     header = ["the whole model", "torch", "flashtile", "faster", "1x    2x    3x    4x".rjust(24)]
-    return "\n".join([*lines[:1], table(header, rows), *lines[1:]])
+    perplexity = (
+        f"  perplexity of {model['perplexity_tokens']} tokens: {theirs:.4f} with torch's attention, "
+        f"{ours:.4f} with flashtile's\n"
+    )
+    lines = [perplexity, table(header, rows)]
+    if skipped:
+        lines.append("  no time (--minutes gives more) for " + "; ".join(skipped))
+    return "\n".join(lines)
 
 
 def _exactness() -> list[dict[str, Any]]:
@@ -181,7 +182,10 @@ def exactness_report(rows: list[dict[str, Any]]) -> str:
     for row in rows:
         for title, results in (("output", ("output",)), ("gradients", runs.NAMES)):
             worst = [max(row["errors"][name][result] for result in results) for name in LIBRARIES]
-            lines.append([f"{row['dtype']} {title}", *[f"{error:.1e}" for error in worst]])
+            cells = [f"{error:.1e}" for error in worst]
+            if row["dtype"] == "fp64":
+                cells[LIBRARIES.index("standard")] = "oracle"
+            lines.append([f"{row['dtype']} {title}", *cells])
     return table(["", *TITLES.values()], lines)
 
 
@@ -195,7 +199,7 @@ def _speed(plan: Plan) -> list[dict[str, Any]]:
     with Progress("speed", len(cases)) as progress:
         for case in cases:
             progress.step(case.name)
-            names = [name for name in LIBRARIES if not runs.affordable(name, case, machine.memory_bytes())]
+            names = [name for name in LIBRARIES if not runs.left_out(name, case, machine.memory_bytes())]
             timings = interleave(
                 {name: runs.make_run(runs.LIBRARIES[name](case), case) for name in names},
                 rounds=5,
@@ -236,9 +240,7 @@ def _memory(plan: Plan) -> dict[str, list[dict[str, Any]]]:
         for library in LIBRARIES:
             progress.step(f"{library}, in a process of its own")
             cases = [replace(base, query_length=length) for length in plan.memory_lengths]
-            cases = [
-                case for case in cases if not runs.affordable(library, case, machine.memory_bytes() // 2)
-            ]
+            cases = [case for case in cases if not runs.left_out(library, case, machine.memory_bytes() // 2)]
             grown = memory.measure(library, cases)
             answer[library] = [
                 {"length": case.query_length, "mib": bytes_ / MIB}

@@ -63,16 +63,16 @@ def draw_peaks(axes: Axes, measured: Mapping[str, float | None]) -> None:
 def draw_memory(axes: Axes, measured: Mapping[str, list[dict[str, Any]]], look: Look = LOOK) -> None:
     """MiB by sequence length, both logarithmic, a line per library, with the value at each line's end."""
     lengths: set[int] = set()
-    for number, (name, points) in enumerate(measured.items()):
+    for name, points in measured.items():
         label, color = look[name]
         sizes = [max(point["mib"], 0.1) for point in points]
         places = [point["length"] for point in points]
         lengths.update(places)
         style = "--" if name.endswith("backward") else "-"
         axes.plot(places, sizes, style, marker="o", color=color, label=label)
-        end = (places[-1], sizes[-1])
-        shift = (6, -9 if number % 2 else 3)
-        axes.annotate(f"{sizes[-1]:.1f}", end, xytext=shift, textcoords="offset points", fontsize=8)
+        end, number = (places[-1], sizes[-1]), f"{sizes[-1]:.1f}"
+        shift = (6, -9) if sizes[-1] == min(points_at(measured, places[-1])) else (6, 3)
+        axes.annotate(number, end, xytext=shift, textcoords="offset points", fontsize=8, color=color)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.set_xticks(sorted(lengths), [f"{length:,}" for length in sorted(lengths)])
@@ -81,6 +81,16 @@ def draw_memory(axes: Axes, measured: Mapping[str, list[dict[str, Any]]], look: 
     axes.margins(x=0.12)
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
+
+
+def points_at(measured: Mapping[str, list[dict[str, Any]]], length: int) -> list[float]:
+    """What all lines have at one length."""
+    return [
+        max(point["mib"], 0.1)
+        for points in measured.values()
+        for point in points
+        if point["length"] == length
+    ]
 
 
 def _titled(axes: Axes, title: str) -> None:

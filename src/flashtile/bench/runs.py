@@ -93,13 +93,16 @@ def largest_error(found: dict[str, Tensor], exact: dict[str, Tensor]) -> dict[st
     return {name: (tensor.double() - exact[name]).abs().max().item() for name, tensor in found.items()}
 
 
-def affordable(library: str, case: Case, memory: int) -> str | None:
-    """Why standard attention should not be tried on this case, or None; the others always are."""
+def left_out(library: str, case: Case, memory: int, patient: bool = False) -> str | None:
+    """Why standard attention should not be tried on this case, or None; the others always are.
+
+    It needs room for its scores in `memory` bytes and, unless the caller is `patient`, an end in sight.
+    """
     if library != "standard":
         return None
     scores = case.batch * case.heads * case.query_length * case.keys * (4 if case.dtype == "fp32" else 2)
     if 4 * scores > memory // 2:
         return f"its scores need {4 * scores / 2**30:.0f} GiB"
-    if case.dtype == "fp16" and case.flops > 2e10:
-        return "torch's float16 products take seconds here"
+    if case.dtype == "fp16" and case.flops > 2e10 and not patient:
+        return "torch's float16 products take very long"
     return None
