@@ -12,7 +12,6 @@ from flashtile.masks import causal, key_lengths
 from tests.oracle import (
     Rounding,
     assert_close_to_oracle,
-    largest_error,
     random_gradients,
     random_problem,
     results_by_autograd,
@@ -57,13 +56,12 @@ def test_refuses_each_result_many_roundings_off(make, dtype):
     problem = make(dtype=dtype)
     grads = random_gradients(problem)
     exact = results_by_autograd(problem, *grads, torch.float64)
-    standard = results_by_autograd(problem, *grads, dtype)
+    # In float32 and float64 long sums that cancel, as ALiBi's, set the number.
+    off = (20 if dtype.itemsize == 2 else 5000) * torch.finfo(dtype).eps
     for name, tensor in exact.items():
-        scale = tensor[torch.isfinite(tensor)].abs().max()
-        yardstick = max(largest_error(standard[name], tensor), torch.finfo(dtype).eps * scale.item())
         wrong = tensor.clone()
         place = tuple(int(i) for i in torch.isfinite(tensor).nonzero()[-1])
-        wrong[place] += 100 * yardstick
+        wrong[place] += off * tensor[torch.isfinite(tensor)].abs().max()
         with pytest.raises(AssertionError, match=f"{name} .*largest error"):
             assert_close_to_oracle({name: wrong}, problem, *grads)
 
