@@ -25,9 +25,9 @@ from typing import Any
 import torch
 
 from benchmarks.peers import PEERS, TITLES
-from flashtile.bench import ceilings, machine, memory
+from flashtile.bench import machine, memory
 from flashtile.bench.cases import Case, all_cases
-from flashtile.bench.compare import share_of_ceiling
+from flashtile.bench.compare import measure_ceilings, share_of_ceiling
 from flashtile.bench.console import Progress, heading, table
 from flashtile.bench.timing import PAUSE, Timing, format_seconds
 
@@ -177,7 +177,7 @@ def main(arguments: list[str] | None = None) -> int:
     options.output.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(options.threads)
     facts = machine.describe() | {"versions": machine.versions(PACKAGES)}
-    before = ceilings.measure(options.threads)
+    before = measure_ceilings(options.cases, options.threads)
     results = []
     with (
         open(options.output / "peers.log", "w") as log,
@@ -191,7 +191,10 @@ def main(arguments: list[str] | None = None) -> int:
         finally:
             for worker in workers:
                 worker.stop()
-    found: dict[str, Any] = {"machine": facts, "ceilings": largest(before, ceilings.measure(options.threads))}
+    found: dict[str, Any] = {
+        "machine": facts,
+        "ceilings": largest(before, measure_ceilings(options.cases, options.threads)),
+    }
     found |= {"results": results, "memory": {} if options.no_memory else measure_memory(options.quick)}
     (options.output / "cpu.json").write_text(json.dumps(found, indent=2) + "\n")
     show(found, options)

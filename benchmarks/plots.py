@@ -108,7 +108,9 @@ def draw_short(results: Results, found: dict[str, Any], path: Path) -> Path:
 
         bars(decode, [r["case"]["dtype"] for r in steps], steps, bandwidth)
         decode.axhline(found["ceilings"]["read_gb_per_s"], color="#57606a", linewidth=0.8, linestyle="--")
-    decode.set_title("decode: GB/s of keys and values read (dashed: most)", loc="left", fontsize=10)
+    decode.set_title(
+        "decode: GB/s of keys and values read (dashed: what memory gives)", loc="left", fontsize=10
+    )
     shorts = [
         r for r in results if r["case"]["group"] == "small" and "seconds" in r["peers"].get("torch", {})
     ]

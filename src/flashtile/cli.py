@@ -203,10 +203,13 @@ flashtile bench --shape 1,32,1,128 --kv-heads 8 --key-length 8192 --json > decod
 
 
 def _bench(options: argparse.Namespace) -> int:
+    import torch
+
     from flashtile.bench import compare, machine
 
-    measured = None if options.no_ceilings else compare.measure_ceilings()
     cases, libraries = _bench_cases(options), ["flashtile", *options.against]
+    threads = torch.get_num_threads()
+    measured = None if options.no_ceilings else compare.measure_ceilings(cases, threads)
     results = compare.measure(cases, libraries, options.rounds, options.seconds)
     facts = machine.describe()
     if options.json:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -127,11 +127,17 @@ def read_bandwidth(threads: int, size: int = 2**29) -> float:
     return numbers.nbytes / seconds
 
 
-def measure(threads: int) -> dict[str, float | None]:
-    """All three, in GFLOP/s and GB/s."""
+def read_name(size: int) -> str:
+    """The name under which `measure` gives the bandwidth of reading `size` bytes again and again."""
+    return f"read_gb_per_s_of_{size / 2**20:g}_mib"
+
+
+def measure(threads: int, sizes: Iterable[int] = ()) -> dict[str, float | None]:
+    """All three, in GFLOP/s and GB/s; `sizes` in bytes are read, too, part of which a cache may hold."""
     dot = bf16_dot_peak(threads)
     return {
         "fma_gflops": fma_peak(threads) / 1e9,
         "bf16_dot_gflops": dot / 1e9 if dot else None,
         "read_gb_per_s": read_bandwidth(threads) / 1e9,
+        **{read_name(size): read_bandwidth(threads, size) / 1e9 for size in sorted(set(sizes))},
     }

@@ -6,8 +6,6 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
 
-import torch
-
 from flashtile.bench import ceilings, machine
 from flashtile.bench.cases import Case
 from flashtile.bench.console import Progress, table
@@ -41,16 +39,19 @@ def measure(
     return results
 
 
-def measure_ceilings() -> dict[str, float | None]:
+def measure_ceilings(cases: Iterable[Case], threads: int) -> dict[str, float | None]:
+    """The machine's ceilings, and for decoding how fast as many bytes can be read."""
     with Progress("measuring the machine", 1) as progress:
         progress.step("multiply-adds, bfloat16 dot products, memory")
-        return ceilings.measure(torch.get_num_threads())
+        sizes = (case.key_value_bytes for case in cases if case.query_length == 1)
+        return ceilings.measure(threads, sizes)
 
 
 def ceiling_of(case: Case, measured: dict[str, float | None]) -> tuple[str, float]:
     """What bounds a case: bytes read for decoding, else dot products for bfloat16, else multiply-adds."""
     if case.query_length == 1:
-        return "read", (measured["read_gb_per_s"] or 0.0) * 1e9
+        same_size = measured.get(ceilings.read_name(case.key_value_bytes))
+        return "read", (same_size or measured["read_gb_per_s"] or 0.0) * 1e9
     if case.dtype == "bf16" and measured["bf16_dot_gflops"]:
         return "dot", measured["bf16_dot_gflops"] * 1e9
     return "FMA", (measured["fma_gflops"] or 0.0) * 1e9
