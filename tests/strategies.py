@@ -223,10 +223,15 @@ def _with_options(
 
 @st.composite
 def _poison(draw: st.DrawFn, problem: AttentionProblem, grad_out: Tensor) -> list[str]:
-    """Writes one NaN or infinity into an input, in place; an expanded one has it in every head."""
-    name = draw(st.sampled_from(("query", "key", "value", "grad_out")))
+    """Writes one NaN or infinity into an input, in place; an expanded one has it for every head."""
+    names = ["query", "key", "value", "bias", "alibi_slopes"]
+    if (
+        problem.sinks is None
+    ):  # whether the sink of a row that sees no key sees its gradient is anyone's guess
+        names.append("grad_out")
+    name = draw(st.sampled_from(names))
     tensor = grad_out if name == "grad_out" else getattr(problem, name)
-    if tensor.numel() == 0:
+    if tensor is None or tensor.numel() == 0:
         return []
     place = tuple(draw(st.integers(0, size - 1)) for size in tensor.shape)
     bad = draw(st.sampled_from((math.nan, math.inf))) if name == "value" else math.nan
