@@ -8,6 +8,7 @@ from typing import Any
 from numba import njit, types
 from numba.extending import intrinsic
 
+from .call import NEXT_SLOT, NEXT_TASK, SCRATCH, SCRATCH_STEP, TASKS, field
 from .kinds import I32, I64
 from .llvm import call, pointer
 
@@ -20,6 +21,19 @@ def fetch_add(tc: Any, address: Any, amount: Any) -> Any:
         return b.atomic_rmw("add", pointer(b, args[0], I64), args[1], "acq_rel")
 
     return types.int64(types.int64, types.int64), gen
+
+
+@njit
+def take_task(call: int) -> int:
+    """The next task of the call; -1 when none is left."""
+    task = fetch_add(call + 8 * NEXT_TASK, 1)
+    return task if task < field(call, TASKS) else -1
+
+
+@njit
+def worker_scratch(call: int) -> int:
+    """Scratch memory for the thread that asks, once per visit."""
+    return field(call, SCRATCH) + fetch_add(call + 8 * NEXT_SLOT, 1) * field(call, SCRATCH_STEP)
 
 
 @intrinsic

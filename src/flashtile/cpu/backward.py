@@ -12,7 +12,7 @@ import math
 
 from numba import njit
 
-from .atomics import fetch_add, publish, wait_above
+from .atomics import publish, take_task, wait_above, worker_scratch
 from .call import (
     AT_BIAS,
     AT_GRAD_KEY,
@@ -42,9 +42,9 @@ from .call import (
     KEY,
     KEY_LENGTH,
     KV_HEADS,
+    LIMIT,
     LSE,
     MASK,
-    NEXT_TASK,
     OUT,
     PROGRESS,
     QUERY,
@@ -87,20 +87,19 @@ from .stage import fill, padded, stage_lanes, stage_query, unstage_natural, unst
 from .tiles import sum_lanes
 
 
-@njit(nogil=True)
-def row_deltas(kind: Kind, call: int, scratch: int, limit: int) -> bool:
+@njit
+def row_deltas(kind: Kind, call: int) -> None:
     """delta = rowsum(dO * O) for tasks of one (batch, head) each; the caller has put -dLSE there."""
     heads = field(call, KV_HEADS) * field(call, GROUP)
-    for _ in range(limit):
-        task = fetch_add(field(call, NEXT_TASK), 1)
-        if task >= field(call, TASKS):
-            return False
+    for _ in range(field(call, LIMIT)):
+        task = take_task(call)
+        if task < 0:
+            return
         batch, head = task // heads, task % heads
         for row in range(field(call, QUERY_LENGTH)):
             out, grad = tensor_at(call, OUT, batch, head, row), tensor_at(call, GRAD_OUT, batch, head, row)
             place = tensor_at(call, DELTA, batch, head, row)
             poke(kind, place, peek(kind, place) + _dot(kind, call, out, grad))
-    return True
 
 
 @njit
@@ -116,17 +115,17 @@ def _dot(kind: Kind, call: int, out: int, grad: int) -> float:
     return result
 
 
-@njit(nogil=True)
-def backward(kind: Kind, call: int, scratch: int, limit: int) -> bool:
-    """Takes up to `limit` tasks, early splits (causal: heaviest) first; False when none is left."""
+@njit
+def backward(kind: Kind, call: int) -> None:
+    """Takes tasks, early splits (causal: heaviest) first."""
+    scratch = worker_scratch(call)
     parallel = field(call, TASKS) // field(call, SPLITS)
-    for _ in range(limit):
-        task = fetch_add(field(call, NEXT_TASK), 1)
-        if task >= field(call, TASKS):
-            return False
+    for _ in range(field(call, LIMIT)):
+        task = take_task(call)
+        if task < 0:
+            return
         head, split = task % parallel, task // parallel
         _split_backward(kind, call, scratch, head, split)
-    return True
 
 
 @njit

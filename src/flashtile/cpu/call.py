@@ -43,13 +43,17 @@ SCALE, SOFTCAP, KEEP_SCALE = (_fields(1) for _ in range(3))  # float64 bits; sof
 DROPOUT_THRESHOLD, SEED_LOW, SEED_HIGH = (
     _fields(1) for _ in range(3)
 )  # keep words >= threshold; 0 = no dropout
-TILES, SPLITS, TASKS, NEXT_TASK = (_fields(1) for _ in range(4))  # NEXT_TASK: address of the shared counter
+TILES, SPLITS = _fields(1), _fields(1)
 SPLIT_KEYS, SPACE, PROGRESS, GRAD_SLOPES = (_fields(1) for _ in range(4))  # of decode and backward
 TILE_KEYS = _fields(1)
 # Offsets of the parts of one worker's scratch memory.
 AT_QUERY, AT_SCORES, AT_OUT, AT_KEY, AT_VALUE, AT_BIAS, AT_ROWS = (_fields(1) for _ in range(7))
 AT_KEY_COLUMNS, AT_GRAD_OUT, AT_QUERY_ROWS, AT_GRAD_OUT_ROWS, AT_GRAD_SCORES = (_fields(1) for _ in range(5))
 AT_SLOPE, AT_ROUNDED, AT_GRAD_ROUNDED, AT_GRAD_KEY, AT_GRAD_VALUE = (_fields(1) for _ in range(5))
+# The schedule: TASKS in all, at most LIMIT per visit of a thread, which owns SCRATCH_STEP bytes of SCRATCH.
+TASKS, LIMIT, SCRATCH, SCRATCH_STEP = (_fields(1) for _ in range(4))
+_fields(8)  # the counters that threads share lie on a cache line of their own
+NEXT_TASK, NEXT_SLOT = _fields(1), _fields(1)
 SIZE = next(_index)
 
 UNBOUNDED = 1 << 40

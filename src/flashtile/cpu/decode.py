@@ -10,7 +10,7 @@ import math
 
 from numba import njit
 
-from .atomics import fetch_add
+from .atomics import take_task, worker_scratch
 from .call import (
     AT_BIAS,
     AT_KEY,
@@ -23,15 +23,14 @@ from .call import (
     HEAD_DIM,
     KEY,
     KV_HEADS,
+    LIMIT,
     MASK,
-    NEXT_TASK,
     OUT,
     QUERY,
     SINKS,
     SPACE,
     SPLIT_KEYS,
     SPLITS,
-    TASKS,
     TILE_KEYS,
     VALUE,
     VALUE_DIM,
@@ -61,21 +60,21 @@ from .softmax import online_softmax
 from .stage import fill, padded, stage_lanes, stage_natural, unstage_natural
 
 
-@njit(nogil=True)
-def decode(kind: Kind, call: int, scratch: int, limit: int) -> bool:
-    """Takes up to `limit` tasks, splits of one head one after the other; False when none is left."""
+@njit
+def decode(kind: Kind, call: int) -> None:
+    """Takes tasks, splits of one head one after the other."""
+    scratch = worker_scratch(call)
     heads, splits = field(call, KV_HEADS), field(call, SPLITS)
-    for _ in range(limit):
-        task = fetch_add(field(call, NEXT_TASK), 1)
-        if task >= field(call, TASKS):
-            return False
+    for _ in range(field(call, LIMIT)):
+        task = take_task(call)
+        if task < 0:
+            return
         head, split = task // splits, task % splits
         _decode_split(kind, call, scratch, head // heads, head % heads, split)
         if splits == 1:
             _finish(kind, call, scratch, head // heads, head % heads)
         else:
             _keep(kind, call, scratch, task)
-    return True
 
 
 @njit
@@ -243,17 +242,17 @@ def _keep(kind: Kind, call: int, scratch: int, task: int) -> None:
     _copy(kind, scratch + field(call, AT_OUT), state + 2 * one, rows * _out_row(kind, call))
 
 
-@njit(nogil=True)
-def merge(kind: Kind, call: int, scratch: int, limit: int) -> bool:
+@njit
+def merge(kind: Kind, call: int) -> None:
     """Combines the states of every split of one head, in order; tasks are heads."""
+    scratch = worker_scratch(call)
     heads = field(call, KV_HEADS)
-    for _ in range(limit):
-        task = fetch_add(field(call, NEXT_TASK), 1)
-        if task >= field(call, TASKS):
-            return False
+    for _ in range(field(call, LIMIT)):
+        task = take_task(call)
+        if task < 0:
+            return
         _merge_head(kind, call, scratch, task)
         _finish(kind, call, scratch, task // heads, task % heads)
-    return True
 
 
 @njit

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 from array import array
-from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from numba import types
 
 from . import call as c
 from .backward import backward as backward_kernel
 from .backward import row_deltas
-from .cache import DiskCache
 from .decode import decode, merge
+from .entries import Entry, entry
 from .forward import forward as forward_kernel
 from .gemm import COLUMNS
 from .kinds import BFLOAT16, BFLOAT16_PAIRS, FLOAT16, FLOAT32, FLOAT64, TARGET, Kind
 from .rows import TABLE_BYTES
-from .workers import Kernel, run
+from .workers import run
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,20 +29,6 @@ _KINDS = {
     torch.bfloat16: BFLOAT16_PAIRS if TARGET.bfloat16_dot else BFLOAT16,
     torch.float16: FLOAT16,
 }
-
-
-@cache
-def compiled(dispatcher: Any, kind: Kind) -> Kernel:
-    """The machine code of one kernel for one kind, from disk or compiled now."""
-    signature = types.boolean(kind.numba_type, types.int64, types.int64, types.int64)
-    dispatcher._cache = DiskCache(dispatcher.py_func.__name__)
-    dispatcher.compile(signature)
-    entry = dispatcher.overloads[signature.args].entry_point
-
-    def kernel(call: int, scratch: int, limit: int) -> bool:
-        return bool(entry(kind, call, scratch, limit))
-
-    return kernel
 
 
 def tile_keys(head_dim: int, value_dim: int) -> int:
@@ -66,13 +50,73 @@ def _padded(kind: Kind, count: int) -> int:
     return int(count // kind.lanes + 1) * kind.lanes
 
 
+class _Step(NamedTuple):
+    """One kernel run over the call: tasks, bytes of scratch memory per thread, FLOPs."""
+
+    entry: Entry
+    tasks: int
+    scratch: int
+    work: float
+
+
+class _Plan(NamedTuple):
+    """A forward call but for its addresses."""
+
+    call: array[int]
+    steps: tuple[_Step, ...]
+    space: int  # bytes of memory shared by the tasks
+
+
+_plans: dict[tuple[Any, ...], _Plan] = {}
+_PLANS = 512
+
+
 def forward(problem: AttentionProblem, out: Tensor, lse: Tensor) -> None:
     """Writes O (B, Hq, Sq, Dv) and LSE (B, Hq, Sq) of one problem."""
+    plan = _plain_plan(problem, out, lse) if _is_plain(problem) else _plan_forward(problem, out, lse)
+    call = plan.call[:]
+    call[c.QUERY], call[c.KEY] = problem.query.data_ptr(), problem.key.data_ptr()
+    call[c.VALUE] = problem.value.data_ptr()
+    call[c.OUT], call[c.LSE] = out.data_ptr(), lse.data_ptr()
+    if plan.space:
+        space = torch.empty(plan.space, dtype=torch.uint8)
+        call[c.SPACE] = space.data_ptr()
+    for step in plan.steps:
+        run(step.entry, call, step.tasks, step.scratch, step.work)
+
+
+def _is_plain(problem: AttentionProblem) -> bool:
+    """Whether shapes, strides and numbers describe the call: no tensor but query, key and value."""
+    return (
+        problem.mask is None
+        and problem.bias is None
+        and problem.first is None
+        and problem.last is None
+        and problem.alibi_slopes is None
+        and problem.sinks is None
+        and not problem.dropout_p
+    )
+
+
+def _plain_plan(problem: AttentionProblem, out: Tensor, lse: Tensor) -> _Plan:
+    """The plan of a plain call, remembered: a small call takes less time than its description."""
+    query, key, value = problem.query, problem.key, problem.value
+    signature = (
+        query.dtype, query.shape, query.stride(), key.shape, key.stride(), value.shape, value.stride(),
+        out.stride(), lse.stride(), problem.scale, problem.softcap, problem.lower, problem.upper,
+    )  # fmt: skip
+    plan = _plans.get(signature)
+    if plan is None:
+        if len(_plans) >= _PLANS:
+            _plans.clear()
+        plan = _plans[signature] = _plan_forward(problem, out, lse)
+    return plan
+
+
+def _plan_forward(problem: AttentionProblem, out: Tensor, lse: Tensor) -> _Plan:
     query, value = problem.query, problem.value
     batch, heads, query_length, head_dim = query.shape
     key_length, value_dim = value.shape[2], value.shape[3]
-    if batch * heads * query_length == 0:
-        return
     call = c.describe(problem)
     c.put(call, c.OUT, c.tensor_fields(out))
     c.put(call, c.LSE, c.tensor_fields(lse, 3))
@@ -80,8 +124,7 @@ def forward(problem: AttentionProblem, out: Tensor, lse: Tensor) -> None:
     work = 2.0 * batch * heads * query_length * key_length * (head_dim + value_dim)
     kind = _KINDS[query.dtype]
     if query_length * call[c.GROUP] <= kind.lanes:
-        _run_decode(BFLOAT16 if kind.pairs else kind, call, batch, work)
-        return
+        return _plan_decode(BFLOAT16 if kind.pairs else kind, call, batch, work)
     width, size = COLUMNS * kind.lanes, kind.compute_size
     call[c.TILES] = -(-query_length * call[c.GROUP] // width)
     tile = call[c.TILE_KEYS] * width * size
@@ -95,12 +138,12 @@ def forward(problem: AttentionProblem, out: Tensor, lse: Tensor) -> None:
         c.AT_BIAS: tile,
     }
     tasks = batch * call[c.KV_HEADS] * call[c.TILES]
-    run(compiled(forward_kernel, kind), call, tasks, _lay_out(call, parts), work)
+    return _Plan(call, (_Step(entry(forward_kernel, kind), tasks, _lay_out(call, parts), work),), 0)
 
 
-def _run_decode(kind: Kind, call: array[int], batch: int, work: float) -> None:
+def _plan_decode(kind: Kind, call: array[int], batch: int, work: float) -> _Plan:
     """Few query rows: tasks are splits of the keys, merged afterwards."""
-    size, keys, kv_heads = kind.compute_size, call[c.TILE_KEYS], call[c.KV_HEADS]
+    size, keys, heads = kind.compute_size, call[c.TILE_KEYS], batch * call[c.KV_HEADS]
     key_row, value_row = _padded(kind, call[c.HEAD_DIM]) * size, _padded(kind, call[c.VALUE_DIM]) * size
     call[c.SPLIT_KEYS] = _DECODE_SPLIT_KEYS
     splits = call[c.SPLITS] = max(1, -(-call[c.KEY_LENGTH] // _DECODE_SPLIT_KEYS))
@@ -113,13 +156,11 @@ def _run_decode(kind: Kind, call: array[int], batch: int, work: float) -> None:
         **dict.fromkeys((c.AT_SCORES, c.AT_BIAS), keys * kind.lanes * size),
     }
     scratch = _lay_out(call, parts)
-    heads = batch * kv_heads
-    state = (2 * kind.lanes * size + kind.lanes * value_row) * heads * splits if splits > 1 else 0
-    space = torch.empty(state, dtype=torch.uint8)
-    call[c.SPACE] = space.data_ptr()
-    run(compiled(decode, kind), call, heads * splits, scratch, work)
-    if splits > 1:
-        run(compiled(merge, kind), call, heads, scratch, float(state))
+    steps = (_Step(entry(decode, kind), heads * splits, scratch, work),)
+    if splits == 1:
+        return _Plan(call, steps, 0)
+    space = kind.lanes * (2 * size + value_row) * heads * splits
+    return _Plan(call, (*steps, _Step(entry(merge, kind), heads, scratch, float(space))), space)
 
 
 _DECODE_SPLIT_KEYS = 1024
@@ -151,7 +192,7 @@ def backward(
         for tensor, at in ((lse, c.LSE), (delta, c.DELTA)):
             c.put(call, at, c.tensor_fields(tensor, 3))
         size = float(query_length) * value_dim * batch * heads
-        run(compiled(row_deltas, kind), call, batch * heads, 0, 4 * size)
+        run(entry(row_deltas, kind), call, batch * heads, 0, 4 * size)
         work = 4.0 * size * key_length + 6.0 * size / max(value_dim, 1) * head_dim * key_length
         _run_backward(problem, kind, call, gradients, work)
     if gradients.sinks is not None and problem.sinks is not None:
@@ -215,7 +256,7 @@ def _run_backward(
             **dict.fromkeys((c.AT_VALUE, c.AT_GRAD_VALUE), split * value_row),
         },
     )
-    run(compiled(backward_kernel, kind), call, batch * kv_heads * splits, scratch, work)
+    run(entry(backward_kernel, kind), call, batch * kv_heads * splits, scratch, work)
     if gradients.bias is not None and bias is not None and bias is not gradients.bias:
         _sum_into(gradients.bias, bias, _broadcast_dims(bias, gradients.bias))
     if gradients.alibi_slopes is not None and slopes is not None:

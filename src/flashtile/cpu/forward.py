@@ -6,7 +6,7 @@ import math
 
 from numba import njit
 
-from .atomics import fetch_add
+from .atomics import take_task, worker_scratch
 from .call import (
     AT_BIAS,
     AT_KEY,
@@ -20,9 +20,9 @@ from .call import (
     HEAD_DIM,
     KEY,
     KV_HEADS,
+    LIMIT,
     LSE,
     MASK,
-    NEXT_TASK,
     OUT,
     QUERY,
     QUERY_LENGTH,
@@ -68,18 +68,18 @@ def used_width(kind: Kind, call: int, start: int) -> int:
     return padded(kind, min(tile_width(kind), field(call, GROUP) * field(call, QUERY_LENGTH) - start))
 
 
-@njit(nogil=True)
-def forward(kind: Kind, call: int, scratch: int, limit: int) -> bool:
-    """Takes up to `limit` tasks, the tiles of late (causal: heaviest) rows first; False when none is left."""
+@njit
+def forward(kind: Kind, call: int) -> None:
+    """Takes tasks, the tiles of late (causal: heaviest) rows first."""
+    scratch = worker_scratch(call)
     tasks, heads = field(call, TASKS), field(call, KV_HEADS)
-    for _ in range(limit):
-        task = fetch_add(field(call, NEXT_TASK), 1)
-        if task >= tasks:
-            return False
+    for _ in range(field(call, LIMIT)):
+        task = take_task(call)
+        if task < 0:
+            return
         parallel = tasks // field(call, TILES)
         head, tile = task % parallel, field(call, TILES) - 1 - task // parallel
         forward_tile(kind, call, scratch, head // heads, head % heads, tile * tile_width(kind))
-    return True
 
 
 @njit

@@ -1,104 +1,139 @@
-"""Worker threads that take tasks from a shared counter.
+"""Threads that work on one call together, taking tasks from a shared counter.
 
-Kernels release the interpreter lock, so plain Python threads run them side by side. Threads are started on
-demand, are started anew after a fork, follow torch.get_num_threads(), and never touch a system threading
-library.
+PyTorch's own OpenMP team where PyTorch has one: a hand-off costs microseconds, and no second set of threads
+competes with PyTorch's for the cores (its threads go on spinning for milliseconds after every operator).
+Elsewhere, and in a forked child, where an OpenMP team does not survive: Python threads, since kernels release
+the interpreter lock. Both follow torch.get_num_threads(), and the results do not depend on which it is.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import threading
 from array import array
 from collections.abc import Callable
+from functools import cache
+from pathlib import Path
 from queue import SimpleQueue
+from typing import Any
 
 import torch
 
-from .call import NEXT_TASK, TASKS, address
+from .call import LIMIT, NEXT_SLOT, NEXT_TASK, SCRATCH, SCRATCH_STEP, TASKS, address
+from .entries import Entry
 
-Kernel = Callable[[int, int, int], bool]  # (call, scratch, at most so many tasks) -> tasks still to take?
+_INLINE_FLOPS = 2e6  # smaller calls are over before another thread has begun
+_VISIT_FLOPS = 2e10  # a visit lasts a fraction of a second, so that Ctrl-C is heard
 
-_TASKS_PER_VISIT = 4  # the caller's thread returns to Python this often, so that Ctrl-C is heard
+
+def run(entry: Entry, call: array[int], tasks: int, scratch_bytes: int, work: float) -> None:
+    """Runs every task of the call; `work` in FLOPs, `scratch_bytes` for each thread."""
+    threads = 1 if work < _INLINE_FLOPS else min(torch.get_num_threads(), tasks)
+    step = (scratch_bytes + 127) // 64 * 64
+    call[TASKS], call[NEXT_TASK] = tasks, 0
+    call[SCRATCH], call[SCRATCH_STEP] = scratch_memory(step * threads), step
+    call[LIMIT] = tasks if work < _VISIT_FLOPS else max(1, int(_VISIT_FLOPS * tasks / work))
+    at = address(call)
+    while call[NEXT_TASK] < tasks:
+        call[NEXT_SLOT] = 0
+        if threads == 1:
+            entry.run(at)
+        else:
+            _together(entry, at, threads)
 
 
-class _Job:
-    """One kernel call shared by several threads."""
+def _together(entry: Entry, call: int, threads: int) -> None:
+    parallel = None if _in_forked_child else _openmp_parallel()
+    if parallel is None:
+        _pool.run(entry, call, threads)
+    else:
+        parallel(entry.pointer, call, threads, 0)
 
-    def __init__(self, kernel: Kernel, call: array[int], scratch_bytes: int) -> None:
-        self.kernel, self.call, self.scratch_bytes = kernel, call, scratch_bytes
-        self.counter = array("q", (0,))
-        call[NEXT_TASK] = address(self.counter)
+
+@cache
+def _openmp_parallel() -> Callable[[int, int, int, int], None] | None:
+    """GOMP_parallel(function, argument, threads, flags) of the OpenMP runtime that PyTorch has loaded."""
+    if not hasattr(os, "RTLD_NOLOAD") or "OpenMP" not in torch.__config__.parallel_info():
+        return None
+    package = Path(torch.__file__).parent
+    shipped = [*(package / "lib").glob("*omp*"), *package.parent.glob("torch.libs/*omp*")]
+    for library in (*map(str, sorted(shipped)), "libgomp.so.1", "libiomp5.so", "libomp.so", "libomp.dylib"):
+        try:
+            function: Any = ctypes.CDLL(library, mode=os.RTLD_NOLOAD | os.RTLD_LAZY).GOMP_parallel
+        except (OSError, AttributeError):
+            continue
+        function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
+        function.restype = None
+        return function
+    return None
+
+
+class _Visit:
+    """One visit of several Python threads to a call."""
+
+    def __init__(self, entry: Entry, call: int) -> None:
+        self.entry, self.call = entry, call
         self.lock, self.idle = threading.Lock(), threading.Event()
         self.running, self.closed = 0, False
-        self.error: BaseException | None = None
-
-    def work(self) -> None:
-        scratch = scratch_memory(self.scratch_bytes)
-        call = address(self.call)
-        while self.kernel(call, scratch, _TASKS_PER_VISIT):
-            pass
 
     def help(self) -> None:
-        """What a worker thread does with the job; nothing if its caller has finished it."""
+        """What another thread does; nothing if the caller has finished meanwhile."""
         with self.lock:
             if self.closed:
                 return
             self.running += 1
-        try:
-            self.work()
-        except BaseException as error:
-            self.error = error
-            self.cancel()
+        self.entry.run(self.call)
         with self.lock:
             self.running -= 1
             if not self.running:
                 self.idle.set()
 
-    def cancel(self) -> None:
-        self.counter[0] = self.call[TASKS]
-
     def close(self) -> None:
-        """Waits for the helpers that have begun; later ones find the job closed."""
+        """Waits for the threads that have begun; later ones find the visit closed."""
         with self.lock:
             self.closed = True
-            if not self.running:
-                self.idle.set()
-            else:
+            if self.running:
                 self.idle.clear()
+            else:
+                self.idle.set()
         self.idle.wait()
-        if self.error is not None:
-            raise self.error
 
 
 class _Pool:
+    """Python threads, started on demand."""
+
     def __init__(self) -> None:
-        self.jobs: SimpleQueue[_Job] = SimpleQueue()
+        self.visits: SimpleQueue[_Visit] = SimpleQueue()
         self.lock = threading.Lock()
         self.threads = 0
 
-    def offer(self, job: _Job, helpers: int) -> None:
-        if self.threads < helpers:
-            with self.lock:
-                while self.threads < helpers:
-                    name = f"flashtile-{self.threads}"
-                    threading.Thread(target=self._serve, name=name, daemon=True).start()
-                    self.threads += 1
-        for _ in range(helpers):
-            self.jobs.put(job)
+    def run(self, entry: Entry, call: int, threads: int) -> None:
+        with self.lock:
+            while self.threads < threads - 1:
+                threading.Thread(target=self._serve, name=f"flashtile-{self.threads}", daemon=True).start()
+                self.threads += 1
+        visit = _Visit(entry, call)
+        for _ in range(threads - 1):
+            self.visits.put(visit)
+        try:
+            entry.run(call)
+        finally:
+            visit.close()
 
     def _serve(self) -> None:
         while True:
-            self.jobs.get().help()
+            self.visits.get().help()
 
 
 _pool = _Pool()
+_in_forked_child = False
 _local = threading.local()
 
 
 def _after_fork() -> None:
-    global _pool
-    _pool = _Pool()
+    global _pool, _in_forked_child
+    _pool, _in_forked_child = _Pool(), True
 
 
 if hasattr(os, "register_at_fork"):
@@ -106,31 +141,9 @@ if hasattr(os, "register_at_fork"):
 
 
 def scratch_memory(size: int) -> int:
-    """This thread's scratch memory, aligned to 64 bytes; kept and grown between calls."""
+    """Scratch memory of the calling thread for its calls, aligned to 64 bytes; kept and grown."""
     memory = getattr(_local, "memory", None)
-    if memory is None or len(memory) < size + 64:
-        _local.memory = memory = bytearray(size + 64)
-        _local.keep = array("b")
-        _local.base = (torch.frombuffer(memory, dtype=torch.uint8).data_ptr() + 63) // 64 * 64
+    if memory is None or memory.numel() < size + 64:
+        _local.memory = memory = torch.empty(size + 64, dtype=torch.uint8)
+        _local.base = (memory.data_ptr() + 63) // 64 * 64
     return int(_local.base)
-
-
-def run(kernel: Kernel, call: array[int], tasks: int, scratch_bytes: int, work: float) -> None:
-    """Runs every task of the call; `work` in FLOPs decides whether other threads are worth waking."""
-    call[TASKS] = tasks
-    job = _Job(kernel, call, scratch_bytes)
-    helpers = min(torch.get_num_threads(), tasks) - 1
-    if helpers < 1 or work < _INLINE_FLOPS:
-        job.work()
-        return
-    _pool.offer(job, helpers)
-    try:
-        job.work()
-    except BaseException:
-        job.cancel()
-        raise
-    finally:
-        job.close()
-
-
-_INLINE_FLOPS = 4e6  # a hand-off costs tens of microseconds

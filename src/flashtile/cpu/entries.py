@@ -1,0 +1,34 @@
+"""Compiled entry points: one function per kernel and kind, callable from Python and from a native thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any, NamedTuple
+
+from numba import njit, types
+
+from .cache import DiskCache
+from .kinds import Kind
+
+
+class Entry(NamedTuple):
+    """Machine code that works on the call at an address."""
+
+    run: Callable[[int], None]  # releases the interpreter lock
+    pointer: int  # void (*)(int64_t)
+
+
+@cache
+def entry(kernel: Any, kind: Kind) -> Entry:
+    """The machine code of `kernel` for `kind`, from disk or compiled now."""
+
+    @njit(nogil=True)
+    def work(call):  # type: ignore[no-untyped-def]
+        kernel(kind, call)
+
+    work._cache = DiskCache(f"{kernel.py_func.__name__}-{kind.name}")
+    work.compile(types.void(types.int64))
+    result = work.overloads[(types.int64,)]
+    pointer = result.library.get_pointer_to_function(result.fndesc.llvm_cfunc_wrapper_name)
+    return Entry(result.entry_point, pointer)
