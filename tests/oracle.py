@@ -8,9 +8,9 @@ The floor says what one rounding of each intermediate does. Standard attention m
 tensor of few elements, or because its order of summation cancels exactly where another does not (with a
 single visible key, dP - delta is 0 or a rounding error). So the textbook forward and backward are evaluated
 in float64 with every intermediate moved by one unit in the last place, up or down at random: what is stored
-(P, dS, the results) by the epsilon of the inputs' dtype, sums by the epsilon of the compute dtype times the
-sum of their terms' magnitudes, which is what another order of summation changes. The largest deviation of a
-few draws is the floor.
+(exponentials, P, dS, the results) by the epsilon of the inputs' dtype, sums by the epsilon of the compute
+dtype times the sum of their terms' magnitudes, which is what another order of summation changes. The
+largest deviation of a few draws is the floor.
 
 In float64 the oracle is no more exact than what it judges, and its own error is taken to be the floor.
 """
@@ -20,17 +20,16 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-import random
 from collections.abc import Iterator, Mapping
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
-from flashtile.dropout import dropout_mask, keep_scale
 from flashtile.masks import Mask
 from flashtile.problem import AttentionProblem, Gradients, compute_dtype
-from flashtile.reference import alibi_distance, attention, cast, visible_keys
+from flashtile.reference import attention, cast
+from tests.rounding import Rounding, rounded_attention
 
 DIFFERENTIABLE = ("query", "key", "value", "bias", "alibi_slopes", "sinks")
 _DRAWS = 3
@@ -245,118 +244,3 @@ _STORED = ("out", "grad_query", "grad_key", "grad_value")
 def smallest_step(dtype: torch.dtype) -> float:
     """The distance of the smallest numbers of the dtype, where epsilon no longer counts."""
     return torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
-
-
-class Rounding:
-    """Moves numbers by one unit in the last place, up or down at random."""
-
-    def __init__(self, stored: float, summed: float, seed: int = 0) -> None:
-        self.stored = stored
-        self.summed = summed
-        self._generator = random.Random(seed)
-
-    def store(self, exact: Tensor) -> Tensor:
-        return exact + self.stored * exact.abs() * self._signs(exact)
-
-    def compute(self, exact: Tensor) -> Tensor:
-        return self.sum(exact, exact.abs())
-
-    def sum(self, exact: Tensor, magnitude: Tensor, terms: int = 1) -> Tensor:
-        """A sum of so many terms. Each addition rounds a partial sum by up to half an epsilon
-        of `magnitude`: epsilon x sqrt(terms) / 6 in the mean, and three times that is taken here."""
-        return exact + self.summed * max(1.0, math.sqrt(terms) / 2) * magnitude * self._signs(exact)
-
-    def matmul(self, left: Tensor, right: Tensor) -> Tensor:
-        return self.sum(left @ right, left.abs() @ right.abs(), left.shape[-1])
-
-    def sum_to(self, like: Tensor, terms: Tensor) -> Tensor:
-        count = terms.numel() // max(1, like.numel())
-        return self.sum(terms.sum_to_size(like.shape), terms.abs().sum_to_size(like.shape), count)
-
-    def _signs(self, like: Tensor) -> Tensor:
-        # Drawing millions of signs is slow; a random place in a pool of them is not.
-        size = like.numel()
-        pool = _SIGNS if size < _SIGNS.numel() else _SIGNS.repeat(1 + size // _SIGNS.numel())
-        start = self._generator.randrange(pool.numel() - size)
-        return pool[start : start + size].view(like.shape)
-
-
-_SIGNS = torch.randint(2, (2**20,), generator=torch.Generator().manual_seed(0)).double() * 2 - 1
-
-
-def rounded_attention(
-    problem: AttentionProblem, grad_out: Tensor, grad_lse: Tensor | None, rounding: Rounding
-) -> dict[str, Tensor]:
-    """FlashAttention-2's forward and backward (Algorithms 1 and 2) with whole matrices, every step rounded.
-
-    NaN and infinite inputs count as 0, and so does what a row cannot see: this is about rounding only.
-    """
-    query, key, value, grad_out = (
-        t.nan_to_num(0.0, 0.0, 0.0) for t in (problem.query, problem.key, problem.value, grad_out)
-    )
-    groups = (key.shape[1], query.shape[1] // max(1, key.shape[1]))
-    key, value = (t.repeat_interleave(groups[1], dim=1) for t in (key, value))
-    visible = visible_keys(problem)
-    distance = alibi_distance(query.shape[2], key.shape[2], query.device)
-
-    scores = problem.scale * rounding.matmul(query, key.mT)
-    slope = torch.ones_like(scores)
-    if problem.softcap is not None:
-        capped = rounding.compute(torch.tanh(scores / problem.softcap))
-        scores, slope = problem.softcap * capped, 1 - capped**2
-    magnitude = scores.abs()
-    if problem.bias is not None:
-        bias = problem.bias.nan_to_num(0.0, 0.0, 0.0)
-        scores, magnitude = scores + bias, magnitude + bias.abs()
-    if problem.alibi_slopes is not None:
-        alibi = problem.alibi_slopes.nan_to_num(0.0)[:, :, None, None] * distance
-        scores, magnitude = scores - alibi, magnitude + alibi.abs()
-    scores = rounding.sum(scores, magnitude).masked_fill(~visible, -math.inf)
-
-    sink = torch.full(query.shape[1:2], -math.inf).double() if problem.sinks is None else problem.sinks
-    sink = sink[:, None, None].expand(*scores.shape[:3], 1)
-    logits = torch.cat([scores, sink], dim=-1)
-    row_max = logits.amax(dim=-1, keepdim=True)
-    nothing = row_max == -math.inf
-    row_max = row_max.masked_fill(nothing, 0.0)
-    exponentials = rounding.store(torch.exp(logits - row_max))
-    row_sum = rounding.sum_to(row_max, exponentials)
-    lse = row_max + torch.log(row_sum.masked_fill(nothing, 1.0))
-    # An error in the sum is a relative one, so an absolute one of its logarithm.
-    lse = rounding.sum(lse, 1 + lse.abs())
-    probabilities = rounding.compute(torch.exp(scores - lse))
-    sink_probability = torch.exp(sink - lse)
-    kept = torch.ones_like(scores)
-    if problem.dropout_p > 0:
-        kept = dropout_mask(problem.seed, problem.dropout_p, *scores.shape) * keep_scale(problem.dropout_p)
-    dropped = rounding.store(probabilities * kept)
-    out = rounding.store(rounding.matmul(dropped, value))
-
-    delta = rounding.matmul(grad_out[..., None, :], out[..., None])[..., 0]
-    if grad_lse is not None:
-        grad_lse = grad_lse[..., None].nan_to_num(0.0, 0.0, 0.0)
-        delta = rounding.sum(delta - grad_lse, grad_lse.abs())
-    grad_probabilities = rounding.compute(rounding.matmul(grad_out, value.mT) * kept - delta)
-    grad_scores = rounding.compute(probabilities * grad_probabilities)
-    grad_products = rounding.store(grad_scores * slope)
-
-    def over_queries(weights: Tensor, rows: Tensor) -> Tensor:
-        weights, rows = (t.unflatten(1, groups).flatten(2, 3) for t in (weights, rows))
-        return rounding.matmul(weights.mT, rows)
-
-    results = {
-        "out": out,
-        "lse": lse[..., 0].masked_fill(nothing[..., 0], -math.inf),
-        "grad_query": rounding.store(problem.scale * rounding.matmul(grad_products, key)),
-        "grad_key": rounding.store(problem.scale * over_queries(grad_products, query)),
-        "grad_value": rounding.store(over_queries(dropped, grad_out)),
-    }
-    if problem.bias is not None:
-        results["grad_bias"] = rounding.sum_to(problem.bias, grad_scores)
-    if problem.alibi_slopes is not None:
-        slopes = problem.alibi_slopes[:, :, None, None]
-        results["grad_alibi_slopes"] = rounding.sum_to(slopes, -grad_scores * distance)[:, :, 0, 0]
-    if problem.sinks is not None:
-        sinks = problem.sinks[None, :, None, None]
-        results["grad_sinks"] = rounding.sum_to(sinks, -sink_probability * delta).flatten()
-    return results

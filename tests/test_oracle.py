@@ -10,13 +10,12 @@ import torch
 
 from flashtile.masks import causal, key_lengths
 from tests.oracle import (
-    Rounding,
     assert_close_to_oracle,
     random_gradients,
     random_problem,
     results_by_autograd,
-    rounded_attention,
 )
+from tests.rounding import Rounding, rounded_attention
 
 OPTIONS = {"softcap": 4.0, "dropout_p": 0.2, "seed": 3}
 MASK = causal(alignment="bottom-right") & key_lengths([0, 40])
