@@ -1,0 +1,348 @@
+"""Forward, backward and decode kernels against the float64 oracle: sizes, options alone and in pairs, layouts.
+
+Outputs hold NaN before every call, and so does scratch memory (conftest.py).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from flashtile import cpu
+from flashtile.problem import AttentionProblem, Gradients, compute_dtype
+from tests.oracle import (
+    assert_close_to_oracle,
+    random_gradients,
+    random_problem,
+    results_by_autograd,
+    results_of_backend,
+)
+from tests.strategies import LAYOUTS, lay_out
+
+# batch, query heads, query length, key length. Few rows take the decode kernel, 1030 keys are two splits of it.
+SIZES = {"tiles": (2, 4, 33, 131), "decode": (2, 4, 2, 1030)}
+
+
+def check(problem: AttentionProblem, with_grad_lse: bool = True) -> None:
+    generator = torch.Generator().manual_seed(1)
+    grad_out, grad_lse = random_gradients(problem, generator)
+    gradient = grad_lse if with_grad_lse else None
+    actual = results_of_backend(cpu, problem, grad_out, gradient)
+    assert_close_to_oracle(actual, problem, grad_out, gradient)
+
+
+LENGTHS = [
+    (1, 1), (1, 63), (1, 1023), (3, 3), (3, 1025), (63, 65), (65, 63), (65, 1), (127, 127), (127, 1023), (1023, 127),
+    (2049, 3), (5, 2100),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("query_length", "key_length"), LENGTHS)
+def test_lengths(dtype, query_length, key_length):
+    check(
+        random_problem(
+            batch=1, heads=2, kv_heads=1, query_length=query_length, key_length=key_length, dtype=dtype
+        )
+    )
+
+
+@pytest.mark.parametrize(("batch", "query_length", "key_length"), [(0, 3, 3), (2, 0, 5), (2, 5, 0), (2, 70, 0), (2, 0, 0)])
+@pytest.mark.parametrize("with_sinks", [False, True])
+def test_nothing_to_attend(dtype, batch, query_length, key_length, with_sinks):
+    check(
+        random_problem(
+            batch=batch,
+            query_length=query_length,
+            key_length=key_length,
+            dtype=dtype,
+            random_sinks=with_sinks,
+            random_alibi=True,
+            random_bias=(1, 4, query_length, key_length),
+        )
+    )
+
+
+HEAD_DIMS = [(1, 1), (3, 3), (33, 33), (64, 64), (80, 80), (128, 128), (576, 576)]
+UNEQUAL = [(1, 64), (64, 1), (33, 80), (80, 33), (16, 130), (130, 16), (576, 512)]
+
+
+@pytest.mark.parametrize(("head_dim", "value_head_dim"), HEAD_DIMS + UNEQUAL)
+@pytest.mark.parametrize("query_length", [2, 35])
+def test_head_dims(dtype, head_dim, value_head_dim, query_length):
+    check(
+        random_problem(
+            batch=1,
+            query_length=query_length,
+            key_length=133,
+            head_dim=head_dim,
+            value_head_dim=value_head_dim,
+            dtype=dtype,
+        )
+    )
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (3, 3), (6, 2), (5, 1), (20, 1), (70, 1), (71, 71)])
+@pytest.mark.parametrize("query_length", [1, 9])
+def test_heads_share_keys(dtype, heads, kv_heads, query_length):
+    check(
+        random_problem(
+            batch=2, heads=heads, kv_heads=kv_heads, query_length=query_length, key_length=19, dtype=dtype
+        )
+    )
+
+
+def options(sizes: tuple[int, int, int, int], dtype: torch.dtype) -> dict[str, dict[str, Any]]:
+    """Fields of a problem that switch on one option each."""
+    batch, heads, queries, keys = sizes
+    generator = torch.Generator().manual_seed(7)
+    small = compute_dtype(dtype)
+
+    def integers(low: int, high: int, *shape: int) -> Tensor:
+        return torch.randint(low, high, shape, generator=generator, dtype=torch.int32)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    def pattern(*shape: int) -> Tensor:
+        return torch.rand(shape, generator=generator) < 0.6
+
+    holes = pattern(1, heads, queries, keys)
+    holes[:, 0, 1] = False  # a row that sees nothing
+    first = integers(0, keys, batch, queries)
+    return {
+        "upper": {"upper": keys - queries - 2},
+        "lower": {"lower": keys - queries - 20},
+        "band": {"lower": keys - queries - 50, "upper": keys - queries + 3},
+        "far band": {"lower": keys - 2, "upper": 10**9},
+        "first": {"first": integers(-3, keys, batch, 1)},
+        "last": {"last": integers(0, keys + 9, 1, queries)},
+        "intervals": {"first": first, "last": first + integers(-5, keys, batch, queries)},
+        "mask": {"mask": holes},
+        "mask of keys": {"mask": pattern(batch, 1, 1, keys)},
+        "bias": {"bias": normal(batch, heads, queries, keys).to(dtype)},
+        "bias of keys": {"bias": normal(batch, 1, 1, keys).to(dtype)},
+        "bias with holes": {"bias": normal(1, heads, queries, keys).masked_fill(~holes, -math.inf).to(dtype)},
+        "low bias": {"bias": (normal(1, 1, queries, keys) - 60000.0).to(dtype)},
+        "softcap": {"softcap": 0.7},
+        "alibi": {"alibi_slopes": normal(batch, heads).abs().to(small) / 8},
+        "alibi for all": {"alibi_slopes": normal(1, heads).abs().to(small) / 8},
+        "sinks": {"sinks": normal(heads).to(small)},
+        "dropout": {"dropout_p": 0.3, "seed": -(2**62) - 12345678901},
+        "scale 0": {"scale": 0.0},
+        "negative scale": {"scale": -0.3},
+        "large scale": {"scale": 30.0},
+        "unequal head_dim": {"value_head_dim": 21},
+        "no sharing": {"kv_heads": heads},
+    }
+
+
+NAMES = list(options(SIZES["tiles"], torch.float32))
+
+
+def problem_with(size: str, dtype: torch.dtype, *chosen: str) -> AttentionProblem:
+    batch, heads, queries, keys = SIZES[size]
+    fields: dict[str, Any] = {"kv_heads": 2}
+    for name in chosen:
+        fields |= options(SIZES[size], dtype)[name]
+    generator = torch.Generator().manual_seed(11)
+    return random_problem(
+        batch=batch,
+        heads=heads,
+        query_length=queries,
+        key_length=keys,
+        dtype=dtype,
+        generator=generator,
+        **fields,
+    )
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("with_grad_lse", [False, True], ids=["plain", "grad_lse"])
+def test_option(dtype, size, name, with_grad_lse):
+    check(problem_with(size, dtype, name), with_grad_lse)
+
+
+def pairs() -> list[tuple[str, str]]:
+    """Pairs of options that do not set the same field."""
+    fields = {name: set(given) for name, given in options(SIZES["tiles"], torch.float32).items()}
+    return [(one, two) for one, two in itertools.combinations(NAMES, 2) if not fields[one] & fields[two]]
+
+
+@pytest.mark.parametrize(("one", "two"), pairs())
+def test_pair_of_options(one, two):
+    # Each pair meets every dtype and both paths with one pair or another: here by turns, in test_random.py by chance.
+    turn = pairs().index((one, two))
+    dtype = (torch.float32, torch.bfloat16, torch.float16, torch.float64)[turn % 4]
+    check(problem_with("tiles", dtype, one, two))
+    check(problem_with("decode", dtype, one, two))
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_everything_at_once(dtype, size):
+    chosen = ("band", "intervals", "mask", "bias", "softcap", "alibi", "sinks", "dropout", "unequal head_dim")
+    check(problem_with(size, dtype, *chosen))
+
+
+@pytest.mark.parametrize("broadcast", list(itertools.product((True, False), repeat=4)))
+@pytest.mark.parametrize("size", SIZES)
+def test_bias_broadcasts(dtype, size, broadcast):
+    batch, heads, queries, keys = SIZES[size]
+    shape = tuple(1 if one else n for one, n in zip(broadcast, SIZES[size], strict=True))
+    problem = random_problem(
+        batch=batch, heads=heads, query_length=queries, key_length=keys, dtype=dtype, random_bias=shape
+    )
+    check(problem)
+
+
+@pytest.mark.parametrize("broadcast", list(itertools.product((True, False), repeat=4)))
+@pytest.mark.parametrize("size", SIZES)
+def test_mask_broadcasts(size, broadcast):
+    batch, heads, queries, keys = SIZES[size]
+    shape = tuple(1 if one else n for one, n in zip(broadcast, SIZES[size], strict=True))
+    mask = torch.rand(shape) < 0.5
+    check(random_problem(batch=batch, heads=heads, query_length=queries, key_length=keys, mask=mask))
+
+
+@pytest.mark.parametrize("dropout_p", [1e-12, 0.999, 1.0])
+@pytest.mark.parametrize("size", SIZES)
+def test_extreme_dropout(dtype, size, dropout_p):
+    batch, heads, queries, keys = SIZES[size]
+    problem = random_problem(
+        batch=batch, heads=heads, query_length=queries, key_length=keys, dtype=dtype, dropout_p=dropout_p, seed=5
+    )
+    if dropout_p == 1.0:
+        results = results_of_backend(cpu, problem, *random_gradients(problem))
+        assert results["out"].eq(0).all()
+        assert results["grad_value"].eq(0).all()
+    else:
+        check(problem)
+
+
+def test_sinks_that_are_infinite():
+    sinks = torch.tensor([-math.inf, 3.0, -math.inf, 0.0])
+    for queries in (3, 40):
+        check(random_problem(query_length=queries, sinks=sinks, upper=-2))
+
+
+@pytest.mark.parametrize("layout", [*LAYOUTS, "all heads and rows the same"])
+@pytest.mark.parametrize("size", SIZES)
+def test_layouts_of_inputs(dtype, size, layout):
+    batch, heads, queries, keys = SIZES[size]
+    problem = random_problem(
+        batch=batch, heads=heads, query_length=queries, key_length=keys, head_dim=32, dtype=dtype,
+        random_bias=(batch, heads, queries, keys),
+    )  # fmt: skip
+    for name in ("query", "key", "value", "bias"):
+        tensor = getattr(problem, name)
+        if layout in LAYOUTS:
+            setattr(problem, name, lay_out(tensor, layout))
+        else:
+            setattr(problem, name, tensor[:, :1, :1, :].expand(tensor.shape))
+    grad_out, grad_lse = random_gradients(problem)
+    if layout in LAYOUTS:
+        grad_out = lay_out(grad_out, layout)
+    else:
+        grad_out = torch.full_like(grad_out[:1, :1, :1, :1], 0.5).expand(grad_out.shape)
+        grad_lse = grad_lse[:1, :1, :1].expand(grad_lse.shape)
+    actual = results_of_backend(cpu, problem, grad_out, grad_lse)
+    assert_close_to_oracle(actual, problem, grad_out, grad_lse)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_bias_and_mask_with_odd_strides(dtype, size):
+    batch, heads, queries, keys = SIZES[size]
+    mask = (torch.rand(keys, heads, 2 * queries, batch) < 0.5).permute(3, 1, 2, 0)[:, :, ::2]
+    bias = torch.randn(keys, queries, heads, batch).to(dtype).permute(3, 2, 1, 0)
+    first = torch.randint(0, 5, (queries, 2 * batch), dtype=torch.int32).T[::2]
+    last = first + keys // 2
+    slopes = torch.rand(heads, batch, dtype=compute_dtype(dtype)).T / 4
+    sinks = torch.randn(2 * heads, dtype=compute_dtype(dtype))[::2]
+    problem = random_problem(
+        batch=batch, heads=heads, query_length=queries, key_length=keys, dtype=dtype,
+        mask=mask, bias=bias, alibi_slopes=slopes, sinks=sinks, first=first, last=last,
+    )  # fmt: skip
+    check(problem)
+
+
+@pytest.mark.parametrize("layout", ["strided", "padded", "transposed"])
+@pytest.mark.parametrize("size", SIZES)
+def test_writes_its_outputs_and_nothing_beside(dtype, size, layout):
+    batch, heads, queries, keys = SIZES[size]
+    problem = random_problem(
+        batch=batch, heads=heads, query_length=queries, key_length=keys, head_dim=19, dtype=dtype, upper=1000,
+        random_bias=(batch, heads, queries, keys),
+    )  # fmt: skip
+    grad_out, grad_lse = random_gradients(problem)
+    small = compute_dtype(dtype)
+    storages: list[tuple[Tensor, Tensor]] = []
+
+    def output(like: Tensor, dtype: torch.dtype) -> Tensor:
+        *outer, dim = like.shape
+        if layout == "strided":
+            wide = torch.full((*outer, 3 * dim + 7), math.nan, dtype=dtype)
+            view = wide[..., 5 : 5 + 3 * dim : 3]
+        elif layout == "padded":
+            wide = torch.full((*outer, dim + 3), math.nan, dtype=dtype)
+            view = wide[..., 1 : 1 + dim]
+        else:
+            wide = torch.full((dim, *outer), math.nan, dtype=dtype)
+            view = wide.movedim(0, -1)
+        storages.append((wide, view))
+        return view
+
+    out, lse = output(grad_out, dtype), output(grad_lse, small)
+    gradients = Gradients(
+        **{name: output(getattr(problem, name), dtype) for name in ("query", "key", "value")},
+        bias=output(problem.bias, small),
+        alibi_slopes=None,
+        sinks=None,
+    )
+    cpu.forward(problem, out, lse)
+    cpu.backward(problem, out, lse, grad_out, grad_lse, gradients)
+    actual = {"out": out, "lse": lse}
+    actual |= {f"grad_{name}": t for name, t in vars(gradients).items() if t is not None}
+    assert_close_to_oracle(actual, problem, grad_out, grad_lse)
+    for wide, view in storages:
+        view.fill_(math.nan)
+        assert torch.isnan(wide).all()
+
+
+def test_gradients_nobody_wants_are_not_needed(dtype):
+    problem = problem_with("tiles", dtype, "bias", "alibi", "sinks")
+    grad_out, grad_lse = random_gradients(problem)
+    wanted = results_of_backend(cpu, problem, grad_out, grad_lse)
+    gradients = Gradients(
+        *(torch.full_like(t, math.nan) for t in (problem.query, problem.key, problem.value)), None, None, None
+    )
+    cpu.backward(problem, wanted["out"], wanted["lse"], grad_out, grad_lse, gradients)
+    for name in ("query", "key", "value"):
+        assert torch.equal(getattr(gradients, name), wanted[f"grad_{name}"])
+
+
+def test_large_scores_do_not_overflow(dtype):
+    """Scores of thousands (whose exponential no dtype holds) in some rows, thousands below zero in others."""
+    problem = random_problem(batch=1, query_length=40, key_length=200, head_dim=8, dtype=dtype, scale=1.0)
+    problem.query[:, :, ::3] *= 40
+    problem.key *= 20
+    for queries in (40, 3):
+        part = AttentionProblem(problem.query[:, :, :queries], problem.key, problem.value, 1.0)
+        out, lse = (torch.full(s, math.nan) for s in ((1, 4, queries, 8), (1, 4, queries)))
+        out, lse = out.to(dtype), lse.to(compute_dtype(dtype))
+        cpu.forward(part, out, lse)
+        assert_close_to_oracle({"out": out, "lse": lse}, part)
+
+
+def test_the_oracle_notices_a_wrong_result():
+    """The checks above can fail: a result off by one part in a hundred is refused."""
+    problem = random_problem(query_length=40)
+    grad_out, grad_lse = random_gradients(problem)
+    actual = results_by_autograd(problem, grad_out, grad_lse, torch.float32)
+    actual["grad_key"] = actual["grad_key"] * 1.01
+    with pytest.raises(AssertionError, match="grad_key"):
+        assert_close_to_oracle(actual, problem, grad_out, grad_lse)
