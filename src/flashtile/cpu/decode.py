@@ -155,16 +155,22 @@ def _decode_keys(
     )
     spare, out, out_row = scratch + field(call, AT_BIAS), scratch + field(call, AT_OUT), _out_row(kind, call)
     key, key_row = tensor_at(call, KEY, batch, kv_head, first), field(call, KEY + 3)
+    value, value_row = tensor_at(call, VALUE, batch, kv_head, first), field(call, VALUE + 3)
+    value_bytes = field(call, VALUE_DIM) * itemsize(kind)
     if direct:
-        score_rows(dot_kind(kind), key, key_row, query, query_row, query_row, keys, rows, scores, row, spare)
+        score_rows(
+            dot_kind(kind), key, key_row, query, query_row, query_row, keys, rows, scores, row,
+            spare, value, value_row, value_bytes,
+        )  # fmt: skip
     else:
         staged = scratch + field(call, AT_KEY)
         stage_natural(
             kind, key, key_row, field(call, KEY + 4), keys, field(call, HEAD_DIM), staged, query_row
         )
         score_rows(
-            compute_kind(kind), staged, query_row, query, query_row, query_row, keys, rows, scores, row, spare
-        )
+            compute_kind(kind), staged, query_row, query, query_row, query_row, keys, rows, scores, row,
+            spare, value, value_row, value_bytes,
+        )  # fmt: skip
     finish_scores(kind, call, table, scores, 0, spare, first, keys, width)
     quads = (keys + 3) // 4 * 4
     fill(kind, scores + keys * row, row, quads - keys, width, -math.inf)
@@ -190,12 +196,31 @@ def _weigh_values(
         field(call, VALUE_DIM),
     )
     out_row, vectors = _out_row(kind, call), padded(kind, value_dim) // lanes(kind)
+    key_row, key_bytes = field(call, KEY + 3), field(call, HEAD_DIM) * itemsize(kind)
+    next_key = tensor_at(call, KEY, batch, kv_head, first + field(call, TILE_KEYS))
     if value_dim % lanes(kind) == 0 and field(call, VALUE + 4) == itemsize(kind):
-        weigh_rows(kind, scores, row, value, value_row, keys, rows, vectors, out, out_row)
+        weigh_rows(
+            kind,
+            scores,
+            row,
+            value,
+            value_row,
+            keys,
+            rows,
+            vectors,
+            out,
+            out_row,
+            next_key,
+            key_row,
+            key_bytes,
+        )
     else:
         staged = scratch + field(call, AT_VALUE)
         stage_natural(kind, value, value_row, field(call, VALUE + 4), keys, value_dim, staged, out_row)
-        weigh_rows(compute_kind(kind), scores, row, staged, out_row, keys, rows, vectors, out, out_row)
+        weigh_rows(
+            compute_kind(kind), scores, row, staged, out_row, keys, rows, vectors, out, out_row,
+            next_key, key_row, key_bytes,
+        )  # fmt: skip
 
 
 @njit

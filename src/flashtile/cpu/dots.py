@@ -25,7 +25,7 @@ from .kinds import (
     vector_size,
 )
 from .llvm import const, dot_pairs_value, fma_value, offset, pointer, splat_value, widen_value
-from .simd import peek, poke, store
+from .simd import peek, poke, prefetch, store
 from .stage import kind_tag
 from .tiles import sum_lanes, tile_operations
 
@@ -162,8 +162,14 @@ def score_rows(
     scores: int,
     score_row: int,
     spare: int,
+    ahead: int,
+    ahead_row: int,
+    ahead_bytes: int,
 ) -> None:
-    """scores[key][row] = K Q^T for few rows: blocks of 4, 2 and 1 rows, as many keys as registers allow."""
+    """scores[key][row] = K Q^T for few rows: blocks of 4, 2 and 1 rows, as many keys as registers allow.
+
+    Meanwhile `ahead_bytes` of each row at `ahead`, the values of the same keys, are on their way from memory.
+    """
     row, size = 0, compute_size(kind)
     while row < rows:
         block = 4 if rows - row >= 4 and lanes(kind) >= 4 else 2 if rows - row >= 2 else 1
@@ -174,6 +180,9 @@ def score_rows(
             if keys >= per:
                 first = min(first, keys - per)
                 source, to = key + first * key_row, target + first * score_row
+                if row == 0:
+                    for i in range(first, first + per):
+                        prefetch(ahead + i * ahead_row, ahead_bytes)
                 if block == 4:
                     _dots_4(kind, source, key_row, queries, query_row, length, to, score_row, spare)
                 elif block == 2:
@@ -236,9 +245,13 @@ def _make_weigh(rows: int, columns: int) -> Any:
         keys: int,
         out: int,
         out_row: int,
+        ahead: int,
+        ahead_row: int,
+        ahead_bytes: int,
     ) -> None:
         tile = load_tile(kind, out, out_row)
         for j in range(keys):
+            prefetch(ahead + j * ahead_row, ahead_bytes)
             tile = step(kind, tile, weights + j * weight_row, value + j * value_row)
         store_tile(kind, tile, out, out_row)
 
@@ -262,8 +275,14 @@ def weigh_rows(
     vectors: int,
     out: int,
     out_row: int,
+    ahead: int,
+    ahead_row: int,
+    ahead_bytes: int,
 ) -> None:
-    """O[row][d] += sum over keys of P[key][row] V[key][d]; V in whole vectors of its own dtype."""
+    """O[row][d] += sum over keys of P[key][row] V[key][d]; V in whole vectors of its own dtype.
+
+    Meanwhile `ahead_bytes` of each row at `ahead`, the next keys, are on their way from memory.
+    """
     row, size = 0, compute_size(kind)
     while row < rows:
         block = 4 if rows - row >= 4 else 1
@@ -272,13 +291,14 @@ def weigh_rows(
             wide = 4 if vectors - column >= 4 else 1
             p, v = weights + row * size, value + column * lanes(kind) * itemsize(kind)
             to = out + row * out_row + column * vector_size(kind)
+            size_ahead = ahead_bytes if row == 0 and column == 0 else 0
             if block == 4 and wide == 4:
-                _weigh_4_4(kind, p, weight_row, v, value_row, keys, to, out_row)
+                _weigh_4_4(kind, p, weight_row, v, value_row, keys, to, out_row, ahead, ahead_row, size_ahead)
             elif block == 4:
-                _weigh_4_1(kind, p, weight_row, v, value_row, keys, to, out_row)
+                _weigh_4_1(kind, p, weight_row, v, value_row, keys, to, out_row, ahead, ahead_row, size_ahead)
             elif wide == 4:
-                _weigh_1_4(kind, p, weight_row, v, value_row, keys, to, out_row)
+                _weigh_1_4(kind, p, weight_row, v, value_row, keys, to, out_row, ahead, ahead_row, size_ahead)
             else:
-                _weigh_1_1(kind, p, weight_row, v, value_row, keys, to, out_row)
+                _weigh_1_1(kind, p, weight_row, v, value_row, keys, to, out_row, ahead, ahead_row, size_ahead)
             column += wide
         row += block

@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 
 from . import call as c
@@ -211,7 +212,8 @@ def _sum_into(target: Tensor, terms: Tensor, dims: tuple[int, ...]) -> None:
     """Sums on one thread: torch's own sum splits its work by the number of threads, and the bits would
     follow.
     """
-    total = terms.contiguous().numpy().sum(axis=dims)
+    with np.errstate(invalid="ignore"):  # inf - inf is the right NaN
+        total = terms.contiguous().numpy().sum(axis=dims)
     target.copy_(torch.from_numpy(total).view(target.shape) if dims else terms.view(target.shape))
 
 

@@ -53,7 +53,8 @@ def score_gradients(
             for i in range(4):
                 at = scores + (j + i) * row + lane * size
                 score = load(kind, at)
-                p = exp2(kind, fma(score, step, shift))
+                # Hidden entries are 0 even where the row's LSE or delta is NaN.
+                p = select(score == nothing, zero, exp2(kind, fma(score, step, shift)))
                 dp = load(kind, at + to_gradients)
                 kept = p
                 if dropout:

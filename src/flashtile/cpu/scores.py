@@ -37,9 +37,14 @@ LN_2 = 0.6931471805599453
 @njit
 def score_factor(call: int) -> float:
     """What turns a tile's scores into exponents of 2."""
-    if field(call, SOFTCAP) != 0 or field(call, BIAS) != 0 or field(call, SLOPES) != 0:
-        return LOG2_E
-    return LOG2_E * real_field(call, SCALE)
+    return LOG2_E if _scaled_first(call) else LOG2_E * real_field(call, SCALE)
+
+
+@njit(inline="always")
+def _scaled_first(call: int) -> bool:
+    """Whether the tile itself is scaled: options need natural units; a factor <= 0 would turn the maximum."""
+    options = field(call, SOFTCAP) != 0 or field(call, BIAS) != 0 or field(call, SLOPES) != 0
+    return options or real_field(call, SCALE) <= 0.0
 
 
 @njit
@@ -53,12 +58,12 @@ def finish_scores(
     """
     if field(call, SOFTCAP) != 0:
         _apply_softcap(kind, scores, slope, keys, width, real_field(call, SCALE), real_field(call, SOFTCAP))
-    elif field(call, BIAS) != 0 or field(call, SLOPES) != 0:
+    elif _scaled_first(call):
         _apply_scale(kind, scores, keys, width, real_field(call, SCALE))
-    if field(call, BIAS) != 0:
-        _add_bias(kind, call, table, scores, spare, start, keys, width)
     if field(call, SLOPES) != 0:
         _add_alibi(kind, call, table, scores, start, keys, width)
+    if field(call, BIAS) != 0:
+        _add_bias(kind, call, table, scores, spare, start, keys, width)
     if field(call, MASK) != 0:
         _apply_mask(kind, call, table, scores, spare, start, keys, width)
     if not is_full(table, start, keys):
@@ -95,8 +100,11 @@ def _add_bias(
 ) -> None:
     step, row = field(call, BIAS + 4), width * compute_size(kind)
     stage_transposed(kind, table + BIAS_ROW, start * step, step, keys, spare, row, width)
+    hidden = splat(kind, -math.inf)
     for shift in range(0, keys * row, vector_size(kind)):
-        store(scores + shift, load(kind, scores + shift) + load(kind, spare + shift))
+        bias = load(kind, spare + shift)
+        # -inf hides whatever the score is, NaN too.
+        store(scores + shift, select(bias == hidden, hidden, load(kind, scores + shift) + bias))
 
 
 @njit(inline="always")
