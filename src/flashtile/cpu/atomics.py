@@ -5,11 +5,11 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from numba import njit, types
+from numba import types
 from numba.extending import intrinsic
 
 from .call import NEXT_SLOT, NEXT_TASK, SCRATCH, SCRATCH_STEP, TASKS, field
-from .kinds import I32, I64
+from .kinds import I32, I64, native
 from .llvm import call, pointer
 
 
@@ -23,14 +23,14 @@ def fetch_add(tc: Any, address: Any, amount: Any) -> Any:
     return types.int64(types.int64, types.int64), gen
 
 
-@njit
+@native
 def take_task(call: int) -> int:
     """The next task of the call; -1 when none is left."""
     task = fetch_add(call + 8 * NEXT_TASK, 1)
     return task if task < field(call, TASKS) else -1
 
 
-@njit
+@native
 def worker_scratch(call: int) -> int:
     """Scratch memory for the thread that asks, once per visit."""
     return field(call, SCRATCH) + fetch_add(call + 8 * NEXT_SLOT, 1) * field(call, SCRATCH_STEP)
@@ -66,7 +66,7 @@ def _yield_processor(tc: Any) -> Any:
     return types.void(), gen
 
 
-@njit
+@native
 def wait_above(address: int, value: int) -> None:
     """Returns once the shared int64 exceeds value; yields the processor to whoever must raise it."""
     spins = 0

@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import math
 
-from numba import njit
-
-from .atomics import publish, take_task, wait_above, worker_scratch
+from .atomics import publish, wait_above
 from .call import (
     AT_BIAS,
     AT_GRAD_KEY,
@@ -42,7 +40,6 @@ from .call import (
     KEY,
     KEY_LENGTH,
     KV_HEADS,
-    LIMIT,
     LSE,
     MASK,
     OUT,
@@ -64,7 +61,7 @@ from .call import (
 from .exact import backward_exactly
 from .gemm import COLUMNS, multiply
 from .gradients import pass_gradients_on, score_gradients
-from .kinds import Kind, compute_size, is_pairs, itemsize, lanes
+from .kinds import Kind, compute_size, is_pairs, itemsize, lanes, native
 from .operands import Operand, all_finite, columns_operand, key_operand, lanes_finite
 from .rows import (
     COUNT,
@@ -83,26 +80,29 @@ from .rows import (
 )
 from .scores import LOG2_E, finish_scores, is_full
 from .simd import fma, load_stored, peek, peek_int64, poke, read, splat
-from .stage import fill, padded, stage_lanes, stage_query, unstage_natural, unstage_transposed
+from .stage import (
+    fill,
+    padded,
+    stage_lanes,
+    stage_query,
+    unstage_natural,
+    unstage_transposed,
+)
 from .tiles import sum_lanes
 
 
-@njit
-def row_deltas(kind: Kind, call: int) -> None:
-    """delta = rowsum(dO * O) for tasks of one (batch, head) each; the caller has put -dLSE there."""
+@native
+def row_deltas(kind: Kind, call: int, scratch: int, task: int) -> None:
+    """delta = rowsum(dO * O) of one head; the caller has put -dLSE there."""
     heads = field(call, KV_HEADS) * field(call, GROUP)
-    for _ in range(field(call, LIMIT)):
-        task = take_task(call)
-        if task < 0:
-            return
-        batch, head = task // heads, task % heads
-        for row in range(field(call, QUERY_LENGTH)):
-            out, grad = tensor_at(call, OUT, batch, head, row), tensor_at(call, GRAD_OUT, batch, head, row)
-            place = tensor_at(call, DELTA, batch, head, row)
-            poke(kind, place, peek(kind, place) + _dot(kind, call, out, grad))
+    batch, head = task // heads, task % heads
+    for row in range(field(call, QUERY_LENGTH)):
+        out, grad = tensor_at(call, OUT, batch, head, row), tensor_at(call, GRAD_OUT, batch, head, row)
+        place = tensor_at(call, DELTA, batch, head, row)
+        poke(kind, place, peek(kind, place) + _dot(kind, call, out, grad))
 
 
-@njit
+@native
 def _dot(kind: Kind, call: int, out: int, grad: int) -> float:
     count, out_step, grad_step = field(call, VALUE_DIM), field(call, OUT + 4), field(call, GRAD_OUT + 4)
     size, total = itemsize(kind), splat(kind, 0.0)
@@ -115,24 +115,12 @@ def _dot(kind: Kind, call: int, out: int, grad: int) -> float:
     return result
 
 
-@njit
-def backward(kind: Kind, call: int) -> None:
-    """Takes tasks, early splits (causal: heaviest) first."""
-    scratch = worker_scratch(call)
-    parallel = field(call, TASKS) // field(call, SPLITS)
-    for _ in range(field(call, LIMIT)):
-        task = take_task(call)
-        if task < 0:
-            return
-        head, split = task % parallel, task // parallel
-        _split_backward(kind, call, scratch, head, split)
-
-
-@njit
-def _split_backward(kind: Kind, call: int, scratch: int, parallel_index: int, split: int) -> None:
-    """dK and dV of one split of keys, and its share of every dQ."""
-    heads = field(call, KV_HEADS)
-    batch, kv_head = parallel_index // heads, parallel_index % heads
+@native
+def backward(kind: Kind, call: int, scratch: int, task: int) -> None:
+    """dK and dV of one split of keys, and its share of every dQ; early splits, heaviest if causal, first."""
+    heads, parallel = field(call, KV_HEADS), field(call, TASKS) // field(call, SPLITS)
+    head, split = task % parallel, task // parallel
+    batch, kv_head = head // heads, head % heads
     first = split * field(call, SPLIT_KEYS)
     keys = min(field(call, SPLIT_KEYS), field(call, KEY_LENGTH) - first)
     key_row = padded(kind, field(call, HEAD_DIM)) * compute_size(kind)
@@ -153,9 +141,9 @@ def _split_backward(kind: Kind, call: int, scratch: int, parallel_index: int, sp
             kind, call, KEY, batch, kv_head, first, keys, HEAD_DIM, scratch + field(call, AT_KEY_COLUMNS)
         )
     for tile in range(field(call, TILES)):
-        _await_turn(call, parallel_index, split, tile)
+        _await_turn(call, head, split, tile)
         _tile_backward(kind, call, scratch, batch, kv_head, split, first, keys, tile, k, v, kt, finite)
-        publish(field(call, PROGRESS) + 8 * (parallel_index * field(call, SPLITS) + split), tile + 1)
+        publish(field(call, PROGRESS) + 8 * (head * field(call, SPLITS) + split), tile + 1)
     target = tensor_at(call, GRAD_KEY, batch, kv_head, first)
     steps, scale = (field(call, GRAD_KEY + 3), field(call, GRAD_KEY + 4)), real_field(call, SCALE)
     unstage_natural(kind, grad_key, key_row, scale, target, steps[0], steps[1], keys, field(call, HEAD_DIM))
@@ -166,24 +154,24 @@ def _split_backward(kind: Kind, call: int, scratch: int, parallel_index: int, sp
     )
 
 
-@njit
-def _await_turn(call: int, parallel_index: int, split: int, tile: int) -> None:
+@native
+def _await_turn(call: int, head: int, split: int, tile: int) -> None:
     """Waits for whoever adds to the same dQ tile, or to the same tile of a shared bias, before this task."""
     progress, splits, heads = field(call, PROGRESS), field(call, SPLITS), field(call, KV_HEADS)
     if split > 0:
-        wait_above(progress + 8 * (parallel_index * splits + split - 1), tile)
+        wait_above(progress + 8 * (head * splits + split - 1), tile)
     if field(call, GRAD_BIAS) == 0:
         return
     before = -1
-    if field(call, GRAD_BIAS + 2) == 0 and (field(call, GRAD_BIAS + 1) == 0 or parallel_index % heads > 0):
-        before = parallel_index - 1
+    if field(call, GRAD_BIAS + 2) == 0 and (field(call, GRAD_BIAS + 1) == 0 or head % heads > 0):
+        before = head - 1
     elif field(call, GRAD_BIAS + 2) != 0 and field(call, GRAD_BIAS + 1) == 0:
-        before = parallel_index - heads
+        before = head - heads
     if before >= 0:
         wait_above(progress + 8 * (before * splits + split), tile)
 
 
-@njit
+@native
 def _tile_backward(
     kind: Kind,
     call: int,
@@ -249,7 +237,7 @@ def _tile_backward(
         )
 
 
-@njit
+@native
 def _load_rows(
     kind: Kind, call: int, scratch: int, table: int, batch: int, kv_head: int, start: int, width: int
 ) -> None:
@@ -278,7 +266,7 @@ def _load_rows(
         poke(kind, table + ROW_DELTA + lane * size, delta)
 
 
-@njit
+@native
 def _keys_backward(
     kind: Kind,
     call: int,
@@ -317,7 +305,7 @@ def _keys_backward(
     _multiply_gradients(kind, call, scratch, inside, keys, grad_query, kt, width)
 
 
-@njit
+@native
 def _multiply_gradients(
     kind: Kind, call: int, scratch: int, inside: int, keys: int, grad_query: int, kt: Operand, width: int
 ) -> None:

@@ -23,19 +23,26 @@ from numba.core.compiler import CompileResult
 from numba.core.registry import cpu_target
 
 
+def _user() -> object:
+    return os.getuid() if hasattr(os, "getuid") else os.environ.get("USERNAME", "user")
+
+
 def _candidates() -> list[Path]:
     chosen = os.environ.get("FLASHTILE_CACHE_DIR")
     if chosen:
-        return [Path(chosen)]
-    home = Path.home()
+        return [Path(chosen).absolute()]
+    temporary = Path(tempfile.gettempdir()) / f"flashtile-{_user()}"
+    try:
+        home = Path.home()
+    except RuntimeError:  # a container's user without a home
+        return [temporary]
     if sys.platform == "win32":
         users = Path(os.environ.get("LOCALAPPDATA", home / "AppData" / "Local"))
     elif sys.platform == "darwin":
         users = home / "Library" / "Caches"
     else:
         users = Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache")
-    user = os.getuid() if hasattr(os, "getuid") else os.environ.get("USERNAME", "user")
-    return [users / "flashtile", Path(tempfile.gettempdir()) / f"flashtile-{user}"]
+    return [users / "flashtile", temporary]
 
 
 def _usable(folder: Path) -> bool:
@@ -102,9 +109,14 @@ class DiskCache(_Cache):
         file = self._file(sig)
         if file is None:
             return
-        with tempfile.NamedTemporaryFile(dir=file.parent, delete=False) as part:
-            part.write(pickle.dumps(data._reduce()))
-        os.replace(part.name, file)
+        part = None
+        try:
+            with tempfile.NamedTemporaryFile(dir=file.parent, delete=False) as part:
+                part.write(pickle.dumps(data._reduce()))
+            os.replace(part.name, file)
+        except OSError:  # a full disk or a folder that is gone: this process has the code, the next compiles
+            if part is not None:
+                Path(part.name).unlink(missing_ok=True)
 
     def enable(self) -> None: ...
 

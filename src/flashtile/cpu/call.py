@@ -11,9 +11,12 @@ from array import array
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
-from numba import njit
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
 
-from .simd import peek_float64, peek_int64
+from .kinds import I64
+from .llvm import offset, pointer
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -59,14 +62,24 @@ SIZE = next(_index)
 UNBOUNDED = 1 << 40
 
 
-@njit(forceinline=True)
-def field(call: int, index: int) -> int:
-    return peek_int64(call + 8 * index)
+@intrinsic
+def field(tc: Any, call: Any, index: Any) -> Any:
+    """One int64 field of the call."""
+
+    def gen(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
+        return b.load(pointer(b, offset(b, args[0], args[1], 8), I64), align=8)
+
+    return types.int64(types.int64, types.int64), gen
 
 
-@njit(forceinline=True)
-def real_field(call: int, index: int) -> float:
-    return peek_float64(call + 8 * index)
+@intrinsic
+def real_field(tc: Any, call: Any, index: Any) -> Any:
+    """One float64 field of the call."""
+
+    def gen(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
+        return b.load(pointer(b, offset(b, args[0], args[1], 8), ir.DoubleType()), align=8)
+
+    return types.float64(types.int64, types.int64), gen
 
 
 def float_bits(x: float) -> int:

@@ -8,9 +8,6 @@ from __future__ import annotations
 
 import math
 
-from numba import njit
-
-from .atomics import take_task, worker_scratch
 from .call import (
     AT_BIAS,
     AT_KEY,
@@ -23,7 +20,6 @@ from .call import (
     HEAD_DIM,
     KEY,
     KV_HEADS,
-    LIMIT,
     MASK,
     OUT,
     QUERY,
@@ -36,10 +32,20 @@ from .call import (
     VALUE_DIM,
     field,
 )
-from .dots import compute_kind, dot_kind, register_bytes, score_rows, weigh_rows
+from .dots import score_rows, weigh_rows
 from .exact import accumulate_exactly
 from .forward import finish_rows, start_rows
-from .kinds import Kind, compute_size, itemsize, lanes, vector_size
+from .kinds import (
+    Kind,
+    compute_kind,
+    compute_size,
+    dot_kind,
+    itemsize,
+    lanes,
+    native,
+    register_bytes,
+    vector_size,
+)
 from .operands import all_finite
 from .rows import (
     COUNT,
@@ -60,29 +66,24 @@ from .softmax import online_softmax
 from .stage import fill, padded, stage_lanes, stage_natural, unstage_natural
 
 
-@njit
-def decode(kind: Kind, call: int) -> None:
-    """Takes tasks, splits of one head one after the other."""
-    scratch = worker_scratch(call)
+@native
+def decode(kind: Kind, call: int, scratch: int, task: int) -> None:
+    """All rows of one key head against one split of its keys; splits of a head follow one another."""
     heads, splits = field(call, KV_HEADS), field(call, SPLITS)
-    for _ in range(field(call, LIMIT)):
-        task = take_task(call)
-        if task < 0:
-            return
-        head, split = task // splits, task % splits
-        _decode_split(kind, call, scratch, head // heads, head % heads, split)
-        if splits == 1:
-            _finish(kind, call, scratch, head // heads, head % heads)
-        else:
-            _keep(kind, call, scratch, task)
+    head, split = task // splits, task % splits
+    _decode_split(kind, call, scratch, head // heads, head % heads, split)
+    if splits == 1:
+        _finish(kind, call, scratch, head // heads, head % heads)
+    else:
+        _keep(kind, call, scratch, task)
 
 
-@njit
+@native
 def _out_row(kind: Kind, call: int) -> int:
     return padded(kind, field(call, VALUE_DIM)) * compute_size(kind)
 
 
-@njit
+@native
 def _decode_split(kind: Kind, call: int, scratch: int, batch: int, kv_head: int, split: int) -> None:
     """The online softmax of all rows over one split of keys."""
     table, width = scratch + field(call, AT_ROWS), lanes(kind)
@@ -117,7 +118,7 @@ def _decode_split(kind: Kind, call: int, scratch: int, batch: int, kv_head: int,
         )
 
 
-@njit
+@native
 def _reads_keys_directly(kind: Kind, call: int) -> bool:
     """Whether rows of K are whole registers of contiguous numbers; else tiles of K are staged."""
     size = itemsize(kind)
@@ -125,7 +126,7 @@ def _reads_keys_directly(kind: Kind, call: int) -> bool:
     return whole and field(call, KEY + 4) == size and field(call, QUERY + 4) == size
 
 
-@njit
+@native
 def _copy_queries(kind: Kind, call: int, table: int, rows: int, query_row: int, target: int) -> None:
     """Rows of Q as they are stored, one behind the other (16-bit units serve every dtype)."""
     for row in range(rows):
@@ -134,7 +135,7 @@ def _copy_queries(kind: Kind, call: int, table: int, rows: int, query_row: int, 
             copy_int16(source + at, target + row * query_row + at)
 
 
-@njit
+@native
 def _decode_keys(
     kind: Kind,
     call: int,
@@ -184,7 +185,7 @@ def _decode_keys(
     _weigh_values(kind, call, scratch, batch, kv_head, first, keys, rows)
 
 
-@njit
+@native
 def _weigh_values(
     kind: Kind, call: int, scratch: int, batch: int, kv_head: int, first: int, keys: int, rows: int
 ) -> None:
@@ -223,7 +224,7 @@ def _weigh_values(
         )  # fmt: skip
 
 
-@njit
+@native
 def _rescale_rows(kind: Kind, out: int, out_row: int, rows: int, factors: int) -> None:
     for r in range(rows):
         factor = splat(kind, peek(kind, factors + r * compute_size(kind)))
@@ -231,7 +232,7 @@ def _rescale_rows(kind: Kind, out: int, out_row: int, rows: int, factors: int) -
             store(at, load(kind, at) * factor)
 
 
-@njit
+@native
 def _finish(kind: Kind, call: int, scratch: int, batch: int, kv_head: int) -> None:
     """Normalises the rows and writes them, with their LSE."""
     table, size = scratch + field(call, AT_ROWS), compute_size(kind)
@@ -246,19 +247,19 @@ def _finish(kind: Kind, call: int, scratch: int, batch: int, kv_head: int) -> No
         )
 
 
-@njit
+@native
 def _state(kind: Kind, call: int, task: int) -> int:
     """Where a task keeps its state: row maxima, row sums, unnormalised rows of O."""
     return field(call, SPACE) + task * (2 * vector_size(kind) + lanes(kind) * _out_row(kind, call))
 
 
-@njit
+@native
 def _copy(kind: Kind, source: int, target: int, size: int) -> None:
     for at in range(0, size, vector_size(kind)):
         store(target + at, load(kind, source + at))
 
 
-@njit
+@native
 def _keep(kind: Kind, call: int, scratch: int, task: int) -> None:
     table, state, one = scratch + field(call, AT_ROWS), _state(kind, call, task), vector_size(kind)
     _copy(kind, table + ROW_MAX, state, one)
@@ -267,21 +268,9 @@ def _keep(kind: Kind, call: int, scratch: int, task: int) -> None:
     _copy(kind, scratch + field(call, AT_OUT), state + 2 * one, rows * _out_row(kind, call))
 
 
-@njit
-def merge(kind: Kind, call: int) -> None:
-    """Combines the states of every split of one head, in order; tasks are heads."""
-    scratch = worker_scratch(call)
-    heads = field(call, KV_HEADS)
-    for _ in range(field(call, LIMIT)):
-        task = take_task(call)
-        if task < 0:
-            return
-        _merge_head(kind, call, scratch, task)
-        _finish(kind, call, scratch, task // heads, task % heads)
-
-
-@njit
-def _merge_head(kind: Kind, call: int, scratch: int, head: int) -> None:
+@native
+def merge(kind: Kind, call: int, scratch: int, head: int) -> None:
+    """Combines the states of every split of one head, in order, and finishes its rows."""
     table, size, one = scratch + field(call, AT_ROWS), compute_size(kind), vector_size(kind)
     heads, splits, out_row = field(call, KV_HEADS), field(call, SPLITS), _out_row(kind, call)
     set_rows(kind, call, table, head // heads, head % heads, 0, lanes(kind), False)
@@ -291,12 +280,12 @@ def _merge_head(kind: Kind, call: int, scratch: int, head: int) -> None:
         largest, total = -math.inf, 0.0
         for split in range(splits):
             row_max = peek(kind, _state(kind, call, head * splits + split) + r * size)
-            if row_max > largest or row_max != row_max:
+            if row_max > largest or math.isnan(row_max):
                 largest = row_max
         for split in range(splits):
             state = _state(kind, call, head * splits + split)
             row_max, row_sum = peek(kind, state + r * size), peek(kind, state + one + r * size)
-            if row_max == -math.inf:  # nothing seen in this split
+            if row_max == -math.inf and not math.isnan(row_sum):  # nothing seen in this split
                 continue
             factor = 2.0 ** (row_max - largest)
             total += row_sum * factor
@@ -306,3 +295,4 @@ def _merge_head(kind: Kind, call: int, scratch: int, head: int) -> None:
                 store(target + at, load(kind, target + at) + weight * load(kind, source + at))
         poke(kind, table + ROW_MAX + r * size, largest)
         poke(kind, table + ROW_SUM + r * size, total)
+    _finish(kind, call, scratch, head // heads, head % heads)

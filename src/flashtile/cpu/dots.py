@@ -7,32 +7,32 @@ from __future__ import annotations
 from typing import Any
 
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
 from .kinds import (
-    BFLOAT16_PAIRS,
-    FLOAT32,
-    FLOAT64,
     I32,
     I64,
-    TARGET,
     Kind,
     compute_size,
     itemsize,
     lanes,
+    native,
+    register_bytes,
     vector_size,
 )
-from .llvm import const, dot_pairs_value, fma_value, offset, pointer, splat_value, widen_value
-from .simd import peek, poke, prefetch, store
-from .stage import kind_tag
-from .tiles import sum_lanes, tile_operations
-
-compute_kind = kind_tag(lambda kind: FLOAT64 if kind.compute_size == 8 else FLOAT32)
-dot_kind = kind_tag(
-    lambda kind: BFLOAT16_PAIRS if kind.storage == "bfloat16" and TARGET.bfloat16_dot else kind,
+from .llvm import (
+    const,
+    dot_pairs_value,
+    fma_value,
+    offset,
+    pointer,
+    splat_value,
+    widen_value,
 )
+from .simd import peek, poke, prefetch, store
+from .tiles import sum_lanes, tile_operations
 
 
 def _load_operand(b: ir.IRBuilder, kind: Kind, address: ir.Value) -> ir.Value:
@@ -109,7 +109,7 @@ def _sum_each(tc: Any, kind: Any, sums: Any) -> Any:
 
 
 def _make_dots(rows: int, dot: Any) -> Any:
-    @njit
+    @native
     def dots(
         kind: Kind,
         key: int,
@@ -134,22 +134,10 @@ def _make_dots(rows: int, dot: Any) -> Any:
     return dots
 
 
-@intrinsic
-def _register_bytes(tc: Any, kind: Any) -> Any:
-    size = TARGET.vector_bytes if kind.kind.pairs else kind.kind.lanes * kind.kind.itemsize
-    return types.int64(kind), lambda ctx, b, sig, args: ir.Constant(I64, size)
-
-
-@njit(inline="always")
-def register_bytes(kind: Kind) -> int:
-    """Stored bytes that one register of `_load_operand` takes."""
-    return _register_bytes(kind)
-
-
 _dots_1, _dots_2, _dots_4 = (_make_dots(rows, dot) for rows, dot in ((1, _dot_1), (2, _dot_2), (4, _dot_4)))
 
 
-@njit
+@native
 def score_rows(
     kind: Kind,
     key: int,
@@ -198,7 +186,7 @@ def score_rows(
         row += block
 
 
-@njit
+@native
 def _dot(kind: Kind, key: int, query: int, length: int) -> float:
     sums = _no_sums(kind)
     for at in range(0, length, register_bytes(kind)):
@@ -235,7 +223,7 @@ def _make_weigh(rows: int, columns: int) -> Any:
 
     _, load_tile, store_tile, _ = tile_operations(rows, columns)
 
-    @njit
+    @native
     def weigh(
         kind: Kind,
         weights: int,
@@ -263,7 +251,7 @@ _weigh_4_4, _weigh_4_1, _weigh_1_4, _weigh_1_1 = (
 )
 
 
-@njit
+@native
 def weigh_rows(
     kind: Kind,
     weights: int,

@@ -236,6 +236,8 @@ def _run_backward(
         # turns.
         plane = gradients.bias.shape[2:]
         in_place = plane == (query_length, key_length)
+        if plane == (1, 1):
+            plane = torch.Size((query_length, 1))  # tiles and splits would meet in one number
         bias = gradients.bias.zero_() if in_place else torch.zeros(batch, heads, *plane, dtype=compute)
         c.put(call, c.GRAD_BIAS, c.tensor_fields(bias))
     if gradients.alibi_slopes is not None:

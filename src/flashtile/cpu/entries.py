@@ -8,7 +8,9 @@ from typing import Any, NamedTuple
 
 from numba import njit, types
 
+from .atomics import take_task, worker_scratch
 from .cache import DiskCache
+from .call import LIMIT, field
 from .kinds import Kind
 
 
@@ -25,7 +27,12 @@ def entry(kernel: Any, kind: Kind) -> Entry:
 
     @njit(nogil=True)
     def work(call):  # type: ignore[no-untyped-def]
-        kernel(kind, call)
+        scratch = worker_scratch(call)
+        for _ in range(field(call, LIMIT)):
+            task = take_task(call)
+            if task < 0:
+                return
+            kernel(kind, call, scratch, task)
 
     work._cache = DiskCache(f"{kernel.py_func.__name__}-{kind.name}")
     work.compile(types.void(types.int64))

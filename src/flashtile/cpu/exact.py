@@ -5,8 +5,6 @@ A product over the whole tile would multiply a hidden key's NaN by the probabili
 
 from __future__ import annotations
 
-from numba import njit
-
 from .call import (
     AT_GRAD_KEY,
     AT_GRAD_ROUNDED,
@@ -23,14 +21,14 @@ from .call import (
     VALUE_DIM,
     field,
 )
-from .kinds import Kind, compute_size, is_pairs
+from .kinds import Kind, compute_size, is_pairs, native
 from .rows import COUNT, GRAD_OUT_ROW, QUERY_ROW, tensor_at
 from .scores import sees
 from .simd import peek, peek_int64, poke, read
 from .stage import padded
 
 
-@njit(inline="always")
+@native
 def probability(kind: Kind, tile: int, width: int, key: int, lane: int) -> float:
     """One entry of a tile of probabilities, which pair kinds hold as pairs of keys."""
     if is_pairs(kind):
@@ -38,7 +36,7 @@ def probability(kind: Kind, tile: int, width: int, key: int, lane: int) -> float
     return peek(kind, tile + (key * width + lane) * compute_size(kind))
 
 
-@njit
+@native
 def accumulate_exactly(
     kind: Kind,
     call: int,
@@ -65,7 +63,7 @@ def accumulate_exactly(
                     poke(kind, at, peek(kind, at) + p * read(kind, value + d * step))
 
 
-@njit(inline="always")
+@native
 def _rounded(kind: Kind, tile: int, width: int, key: int, lane: int) -> float:
     """One entry of P or dS as the products of the backward pass read it."""
     if is_pairs(kind):
@@ -73,7 +71,7 @@ def _rounded(kind: Kind, tile: int, width: int, key: int, lane: int) -> float:
     return peek(kind, tile + (key * width + lane) * compute_size(kind))
 
 
-@njit
+@native
 def backward_exactly(
     kind: Kind,
     call: int,

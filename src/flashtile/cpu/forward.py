@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import math
 
-from numba import njit
-
-from .atomics import take_task, worker_scratch
 from .call import (
     AT_BIAS,
     AT_KEY,
@@ -20,7 +17,6 @@ from .call import (
     HEAD_DIM,
     KEY,
     KV_HEADS,
-    LIMIT,
     LSE,
     MASK,
     OUT,
@@ -36,7 +32,7 @@ from .call import (
 )
 from .exact import accumulate_exactly
 from .gemm import COLUMNS, multiply
-from .kinds import Kind, compute_size, lanes
+from .kinds import Kind, compute_size, lanes, native
 from .operands import all_finite, columns_operand, key_operand
 from .rows import (
     COUNT,
@@ -56,35 +52,24 @@ from .softmax import online_softmax, rescale
 from .stage import fill, padded, stage_query, unstage_transposed
 
 
-@njit(inline="always")
+@native
 def tile_width(kind: Kind) -> int:
     """Query rows of one tile."""
     return COLUMNS * lanes(kind)
 
 
-@njit
+@native
 def used_width(kind: Kind, call: int, start: int) -> int:
     """Rows of the tile that starts there, in whole vectors: the last tile of a short sequence is narrower."""
     return padded(kind, min(tile_width(kind), field(call, GROUP) * field(call, QUERY_LENGTH) - start))
 
 
-@njit
-def forward(kind: Kind, call: int) -> None:
-    """Takes tasks, the tiles of late (causal: heaviest) rows first."""
-    scratch = worker_scratch(call)
-    tasks, heads = field(call, TASKS), field(call, KV_HEADS)
-    for _ in range(field(call, LIMIT)):
-        task = take_task(call)
-        if task < 0:
-            return
-        parallel = tasks // field(call, TILES)
-        head, tile = task % parallel, field(call, TILES) - 1 - task // parallel
-        forward_tile(kind, call, scratch, head // heads, head % heads, tile * tile_width(kind))
-
-
-@njit
-def forward_tile(kind: Kind, call: int, scratch: int, batch: int, kv_head: int, start: int) -> None:
-    """O and LSE of one tile of rows of one key head."""
+@native
+def forward(kind: Kind, call: int, scratch: int, task: int) -> None:
+    """O and LSE of one tile of rows of one key head; late rows, the heaviest of a causal call, first."""
+    heads, parallel = field(call, KV_HEADS), field(call, TASKS) // field(call, TILES)
+    batch, kv_head = task % parallel // heads, task % parallel % heads
+    start = (field(call, TILES) - 1 - task // parallel) * tile_width(kind)
     width, size = used_width(kind, call, start), compute_size(kind)
     row, value_dim = width * size, field(call, VALUE_DIM)
     table, out = scratch + field(call, AT_ROWS), scratch + field(call, AT_OUT)
@@ -112,7 +97,7 @@ def forward_tile(kind: Kind, call: int, scratch: int, batch: int, kv_head: int, 
     )
 
 
-@njit
+@native
 def forward_keys(
     kind: Kind, call: int, scratch: int, batch: int, kv_head: int, first: int, keys: int, width: int
 ) -> None:
@@ -146,7 +131,7 @@ def forward_keys(
     multiply(kind, a, a_row, a_col, scores, row, out, row, value_dim, depth, vectors, True)
 
 
-@njit
+@native
 def start_rows(kind: Kind, call: int, table: int, kv_head: int, start: int, width: int, sinks: int) -> None:
     """Row maxima and sums before any key: nothing seen, or the sink (address 0: none)."""
     group = field(call, GROUP)
@@ -159,7 +144,7 @@ def start_rows(kind: Kind, call: int, table: int, kv_head: int, start: int, widt
         poke(kind, table + ROW_SUM + lane * compute_size(kind), row_sum)
 
 
-@njit
+@native
 def finish_rows(kind: Kind, call: int, table: int, batch: int, kv_head: int, start: int, width: int) -> None:
     """LSE of every row, and in FACTOR what normalises its output (0 where no key was seen)."""
     group, lse = field(call, GROUP), field(call, LSE)

@@ -8,16 +8,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from numba import njit
-
-from .kinds import TARGET, Kind, lanes, vector_size
+from .kinds import TARGET, Kind, lanes, native, vector_size
 from .tiles import tile_operations
 
 
 def _make_product(rows: int, columns: int) -> Any:
     zeros, load_tile, store_tile, rank1 = tile_operations(rows, columns)
 
-    @njit
+    @native
     def product(
         kind: Kind,
         a: int,
@@ -52,7 +50,7 @@ _product_narrow = _make_product(2 * ROWS, 1)
 _product_narrow_single_row = _make_product(1, 1)
 
 
-@njit
+@native
 def multiply(
     kind: Kind,
     a: int,
@@ -87,7 +85,7 @@ def multiply(
         column += 1
 
 
-@njit(inline="always")
+@native
 def row_bytes(kind: Kind, width: int) -> int:
     """Bytes of a packed row of `width` lanes."""
     return width // lanes(kind) * vector_size(kind)

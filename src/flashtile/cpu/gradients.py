@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 
-from numba import njit
-
 from .call import (
     AT_BIAS,
     AT_GRAD_ROUNDED,
@@ -22,7 +20,7 @@ from .call import (
     field,
 )
 from .exponential import exp2
-from .kinds import Kind, compute_size, is_pairs, lanes, vector_size
+from .kinds import Kind, compute_size, is_pairs, lanes, native, vector_size
 from .rows import BATCH_HEAD, COUNT, GRAD_BIAS_ROW, ROW_DELTA, ROW_LSE
 from .scores import alibi_distance, score_factor
 from .simd import fma, load, peek, peek_int32, peek_int64, poke, select, splat, store
@@ -30,7 +28,7 @@ from .softmax import dropout_factors
 from .tiles import add_block, pack_pairs, store_rounded
 
 
-@njit
+@native
 def score_gradients(
     kind: Kind, call: int, scratch: int, table: int, first: int, keys: int, width: int
 ) -> None:
@@ -65,7 +63,7 @@ def score_gradients(
                     store_rounded(kind, rounded + (j + i) * width * 2 + lane * 2, kept)
 
 
-@njit
+@native
 def pass_gradients_on(
     kind: Kind, call: int, scratch: int, table: int, split: int, first: int, keys: int, width: int
 ) -> None:
@@ -92,7 +90,7 @@ def pass_gradients_on(
                 store(tile + j // 2 * row + lane * 4, pack_pairs(kind, low, high))
 
 
-@njit
+@native
 def _add_to_bias(kind: Kind, call: int, table: int, tile: int, first: int, keys: int, width: int) -> None:
     """dbias += dS. Lanes whose rows of the bias coincide are added one after the other."""
     size, step, rows = compute_size(kind), field(call, GRAD_BIAS + 4), peek_int64(table + COUNT)
@@ -114,7 +112,7 @@ def _add_to_bias(kind: Kind, call: int, table: int, tile: int, first: int, keys:
                 poke(kind, base + j * step, peek(kind, base + j * step) + gradient)
 
 
-@njit
+@native
 def _add_to_slopes(
     kind: Kind, call: int, table: int, tile: int, spare: int, split: int, first: int, keys: int, width: int
 ) -> None:

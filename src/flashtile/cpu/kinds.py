@@ -9,10 +9,10 @@ from __future__ import annotations
 from typing import Any
 
 from llvmlite import ir
-from numba import types
+from numba import njit, types
 from numba.core.datamodel import models
 from numba.core.imputils import lower_constant
-from numba.extending import NativeValue, overload, register_model, typeof_impl, unbox
+from numba.extending import NativeValue, intrinsic, register_model, typeof_impl, unbox
 
 from .target import detect
 
@@ -111,19 +111,32 @@ def _constant_kind(context: Any, builder: Any, typ: KindType, value: Kind) -> An
     return context.get_dummy_value()
 
 
-# Facts about a kind, folded at compile time.
+def native(function: Any) -> Any:
+    """Compiles a function that only compiled code calls: without the wrappers that Python or C would need."""
+    return njit(no_cpython_wrapper=True, no_cfunc_wrapper=True)(function)
+
+
+# Facts about a kind, constants at compile time.
 
 
 def _fact(read: Any) -> Any:
-    def fact(kind):  # type: ignore[no-untyped-def]
-        return read(kind)
-
-    @overload(fact, inline="always")
-    def _overload(kind):  # type: ignore[no-untyped-def]
+    @intrinsic
+    def fact(tc: Any, kind: Any) -> Any:
         value = read(kind.kind)
-        return lambda kind: value
+        typ, llvm = (types.boolean, I1) if isinstance(value, bool) else (types.int64, I64)
+        return typ(kind), lambda ctx, b, sig, args: ir.Constant(llvm, int(value))
 
     return fact
+
+
+def kind_tag(choose: Any) -> Any:
+    """A compile-time map from kind to kind."""
+
+    @intrinsic
+    def tag(tc: Any, kind: Any) -> Any:
+        return choose(kind.kind).numba_type(kind), lambda ctx, b, sig, args: ctx.get_dummy_value()
+
+    return tag
 
 
 lanes = _fact(lambda kind: kind.lanes)
@@ -132,3 +145,10 @@ compute_size = _fact(lambda kind: kind.compute_size)
 vector_size = _fact(lambda kind: TARGET.vector_bytes)
 is_pairs = _fact(lambda kind: kind.pairs)
 is_widened = _fact(lambda kind: kind.itemsize != kind.compute_size and not kind.pairs)
+# Stored bytes that one register of a row takes: pairs fill it, other 16-bit numbers are widened first.
+register_bytes = _fact(lambda kind: TARGET.vector_bytes if kind.pairs else kind.lanes * kind.itemsize)
+
+mask_kind = kind_tag(lambda kind: BOOL64 if kind.compute_size == 8 else BOOL32)
+raw_kind = kind_tag(lambda kind: FLOAT32 if kind.pairs else kind)
+compute_kind = kind_tag(lambda kind: FLOAT64 if kind.compute_size == 8 else FLOAT32)
+dot_kind = kind_tag(lambda k: BFLOAT16_PAIRS if k.storage == "bfloat16" and TARGET.bfloat16_dot else k)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
@@ -19,8 +21,8 @@ def pointer(b: ir.IRBuilder, address: ir.Value, typ: ir.Type) -> ir.Value:
 
 def offset(b: ir.IRBuilder, address: ir.Value, count: ir.Value | int, stride: ir.Value | int) -> ir.Value:
     """address + count * stride, either of them a Python int or a value."""
-    as_value = lambda x: ir.Constant(I64, x) if isinstance(x, int) else x  # noqa: E731
-    return b.add(address, b.mul(as_value(count), as_value(stride)))
+    factors = [ir.Constant(I64, x) if isinstance(x, int) else x for x in (count, stride)]
+    return b.add(address, b.mul(*factors))
 
 
 def call(b: ir.IRBuilder, name: str, result: ir.Type, args: list[ir.Value]) -> ir.Value:
@@ -70,9 +72,13 @@ def dot_pairs_value(b: ir.IRBuilder, acc: ir.Value, x: ir.Value, y: ir.Value) ->
 # Conversion between storage and compute. Integer arithmetic where no instruction is certain to exist.
 
 
+def _splat_int(count: int, x: int) -> ir.Constant:
+    return ir.Constant(ir.VectorType(I32, count), [x] * count)
+
+
 def _half_to_float(b: ir.IRBuilder, bits: ir.Value, count: int) -> ir.Value:
     ints, floats = ir.VectorType(I32, count), ir.VectorType(ir.FloatType(), count)
-    c = lambda x: ir.Constant(ints, [x] * count)  # noqa: E731
+    c = partial(_splat_int, count)
     wide = b.zext(bits, ints)
     magnitude = b.shl(b.and_(wide, c(0x7FFF)), c(13))
     rescale = ir.Constant(floats, [2.0**112] * count)
@@ -84,7 +90,7 @@ def _half_to_float(b: ir.IRBuilder, bits: ir.Value, count: int) -> ir.Value:
 
 def _float_to_half(b: ir.IRBuilder, value: ir.Value, count: int) -> ir.Value:
     ints, floats = ir.VectorType(I32, count), ir.VectorType(ir.FloatType(), count)
-    c = lambda x: ir.Constant(ints, [x] * count)  # noqa: E731
+    c = partial(_splat_int, count)
     bits = b.bitcast(value, ints)
     sign = b.lshr(b.and_(bits, c(0x80000000)), c(16))
     magnitude = b.and_(bits, c(0x7FFFFFFF))
@@ -101,7 +107,7 @@ def _float_to_half(b: ir.IRBuilder, value: ir.Value, count: int) -> ir.Value:
 
 def _float_to_bfloat(b: ir.IRBuilder, value: ir.Value, count: int) -> ir.Value:
     ints = ir.VectorType(I32, count)
-    c = lambda x: ir.Constant(ints, [x] * count)  # noqa: E731
+    c = partial(_splat_int, count)
     bits = b.bitcast(value, ints)
     odd = b.and_(b.lshr(bits, c(16)), c(1))
     rounded = b.add(bits, b.add(odd, c(0x7FFF)))

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from numba import njit
-
 from .call import GRAD_OUT, HEAD_DIM, QUERY, VALUE_DIM, field
-from .kinds import Kind, compute_size, is_pairs, is_widened, itemsize, lanes
+from .kinds import Kind, compute_size, is_pairs, is_widened, itemsize, lanes, native
 from .rows import COUNT, GRAD_OUT_ROW, QUERY_ROW, tensor_at
 from .simd import all_lanes, load_stored, peek_int64, read, splat
 from .stage import padded, stage_natural, stage_row_pairs, stage_stored
@@ -14,7 +12,7 @@ from .stage import padded, stage_natural, stage_row_pairs, stage_stored
 Operand = tuple[int, int, int, int]
 
 
-@njit
+@native
 def key_operand(
     kind: Kind, call: int, tensor: int, batch: int, kv_head: int, first: int, keys: int, dim: int, space: int
 ) -> Operand:
@@ -34,7 +32,7 @@ def key_operand(
     return source, row_step, step, count
 
 
-@njit
+@native
 def columns_operand(
     kind: Kind, call: int, tensor: int, batch: int, kv_head: int, first: int, keys: int, dim: int, space: int
 ) -> Operand:
@@ -50,7 +48,7 @@ def columns_operand(
     return source, step, row_step, keys
 
 
-@njit
+@native
 def all_finite(
     kind: Kind, call: int, tensor: int, batch: int, kv_head: int, first: int, rows: int, dim: int
 ) -> bool:
@@ -65,7 +63,7 @@ def all_finite(
     )
 
 
-@njit
+@native
 def lanes_finite(kind: Kind, call: int, table: int) -> bool:
     """The same for the rows of Q and dO that the lanes hold."""
     for lane in range(peek_int64(table + COUNT)):
@@ -80,7 +78,7 @@ def lanes_finite(kind: Kind, call: int, table: int) -> bool:
     return True
 
 
-@njit
+@native
 def rows_finite(kind: Kind, source: int, row_step: int, step: int, rows: int, count: int) -> bool:
     total, zero = splat(kind, 0.0), splat(kind, 0.0)
     whole = count // lanes(kind) * lanes(kind) if step == itemsize(kind) else 0

@@ -6,8 +6,6 @@ they share every key that is loaded. A table of per-lane arrays, each 512 bytes,
 
 from __future__ import annotations
 
-from numba import njit
-
 from .call import (
     BIAS,
     FIRST,
@@ -22,7 +20,7 @@ from .call import (
     UPPER,
     field,
 )
-from .kinds import Kind, compute_size
+from .kinds import Kind, compute_size, native
 from .simd import peek, peek_int32, peek_int64, poke, poke_int32, poke_int64
 
 # int64 per lane (64 lanes at most)
@@ -39,7 +37,7 @@ COUNT, LOW, HIGH, FULL_LOW, FULL_HIGH = (512 * 19 + 8 * i for i in range(5))
 TABLE_BYTES = 512 * 20
 
 
-@njit(inline="always")
+@native
 def tensor_at(call: int, tensor: int, batch: int, head: int, row: int) -> int:
     """Address of the first element of a tensor's row; 0 where the tensor is absent."""
     base = field(call, tensor)
@@ -53,7 +51,7 @@ def tensor_at(call: int, tensor: int, batch: int, head: int, row: int) -> int:
     )
 
 
-@njit
+@native
 def visible_keys(call: int, batch: int, query: int) -> tuple[int, int]:
     """The interval [first, last) of keys a query may see: band and interval arrays intersected."""
     first = max(0, query + field(call, LOWER))
@@ -67,7 +65,7 @@ def visible_keys(call: int, batch: int, query: int) -> tuple[int, int]:
     return first, last
 
 
-@njit
+@native
 def set_rows(
     kind: Kind,
     call: int,
@@ -112,7 +110,7 @@ def set_rows(
     poke_int64(table + FULL_HIGH, full_high)
 
 
-@njit
+@native
 def locate_rows(
     call: int, table: int, tensor: int, target: int, batch: int, kv_head: int, start: int, width: int
 ) -> None:

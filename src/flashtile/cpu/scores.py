@@ -8,12 +8,29 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from numba import njit
-
-from .call import BIAS, KEY_LENGTH, MASK, QUERY_LENGTH, SCALE, SLOPES, SOFTCAP, field, real_field
+from .call import (
+    BIAS,
+    KEY_LENGTH,
+    MASK,
+    QUERY_LENGTH,
+    SCALE,
+    SLOPES,
+    SOFTCAP,
+    field,
+    real_field,
+)
 from .exponential import tanh
-from .kinds import Kind, compute_size, lanes, vector_size
-from .rows import BIAS_ROW, FIRST_KEY, FULL_HIGH, FULL_LOW, INDEX, LAST_KEY, MASK_ROW, SLOPE
+from .kinds import Kind, compute_size, lanes, mask_kind, native, vector_size
+from .rows import (
+    BIAS_ROW,
+    FIRST_KEY,
+    FULL_HIGH,
+    FULL_LOW,
+    INDEX,
+    LAST_KEY,
+    MASK_ROW,
+    SLOPE,
+)
 from .simd import (
     absolute,
     fma,
@@ -28,26 +45,26 @@ from .simd import (
     store,
     to_float,
 )
-from .stage import mask_kind, stage_transposed
+from .stage import stage_transposed
 
 LOG2_E = 1.4426950408889634
 LN_2 = 0.6931471805599453
 
 
-@njit
+@native
 def score_factor(call: int) -> float:
     """What turns a tile's scores into exponents of 2."""
     return LOG2_E if _scaled_first(call) else LOG2_E * real_field(call, SCALE)
 
 
-@njit(inline="always")
+@native
 def _scaled_first(call: int) -> bool:
     """Whether the tile itself is scaled: options need natural units; a factor <= 0 would turn the maximum."""
     options = field(call, SOFTCAP) != 0 or field(call, BIAS) != 0 or field(call, SLOPES) != 0
     return options or real_field(call, SCALE) <= 0.0
 
 
-@njit
+@native
 def finish_scores(
     kind: Kind, call: int, table: int, scores: int, slope: int, spare: int, start: int, keys: int, width: int
 ) -> None:
@@ -70,19 +87,19 @@ def finish_scores(
         _apply_intervals(kind, table, scores, start, keys, width)
 
 
-@njit(inline="always")
+@native
 def is_full(table: int, start: int, keys: int) -> bool:
     """Whether every lane sees every key of the tile."""
     return start >= peek_int64(table + FULL_LOW) and start + keys <= peek_int64(table + FULL_HIGH)
 
 
-@njit
+@native
 def _apply_scale(kind: Kind, scores: int, keys: int, width: int, scale: float) -> None:
     for at in range(scores, scores + keys * width * compute_size(kind), vector_size(kind)):
         store(at, load(kind, at) * splat(kind, scale))
 
 
-@njit
+@native
 def _apply_softcap(
     kind: Kind, scores: int, slope: int, keys: int, width: int, scale: float, softcap: float
 ) -> None:
@@ -94,7 +111,7 @@ def _apply_softcap(
             store(slope + shift, one - capped * capped)
 
 
-@njit
+@native
 def _add_bias(
     kind: Kind, call: int, table: int, scores: int, spare: int, start: int, keys: int, width: int
 ) -> None:
@@ -107,7 +124,7 @@ def _add_bias(
         store(scores + shift, select(bias == hidden, hidden, load(kind, scores + shift) + bias))
 
 
-@njit(inline="always")
+@native
 def alibi_distance(kind: Kind, call: int, table: int, lane: int, key: int) -> Any:
     """-|i + Sk - Sq - j| per lane."""
     diagonal = splat_int(kind, key - (field(call, KEY_LENGTH) - field(call, QUERY_LENGTH)))
@@ -115,7 +132,7 @@ def alibi_distance(kind: Kind, call: int, table: int, lane: int, key: int) -> An
     return splat(kind, 0.0) - absolute(distance)
 
 
-@njit
+@native
 def _add_alibi(kind: Kind, call: int, table: int, scores: int, start: int, keys: int, width: int) -> None:
     size = compute_size(kind)
     for lane in range(0, width, lanes(kind)):
@@ -125,7 +142,7 @@ def _add_alibi(kind: Kind, call: int, table: int, scores: int, start: int, keys:
             store(at, fma(slope, alibi_distance(kind, call, table, lane, start + j), load(kind, at)))
 
 
-@njit
+@native
 def _apply_mask(
     kind: Kind, call: int, table: int, scores: int, spare: int, start: int, keys: int, width: int
 ) -> None:
@@ -137,7 +154,7 @@ def _apply_mask(
         store(scores + shift, select(attend, load(kind, scores + shift), hidden))
 
 
-@njit
+@native
 def _apply_intervals(kind: Kind, table: int, scores: int, start: int, keys: int, width: int) -> None:
     hidden = splat(kind, -math.inf)
     for lane in range(0, width, lanes(kind)):
@@ -149,7 +166,7 @@ def _apply_intervals(kind: Kind, table: int, scores: int, start: int, keys: int,
             store(at, select((key >= first) & (key < last), load(kind, at), hidden))
 
 
-@njit
+@native
 def sees(kind: Kind, call: int, table: int, lane: int, key: int) -> bool:
     """Whether one row may see one key: the scalar twin of the masks above, for the rare exact path."""
     if key < peek_int32(table + FIRST_KEY + 4 * lane) or key >= peek_int32(table + LAST_KEY + 4 * lane):

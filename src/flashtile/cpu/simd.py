@@ -11,11 +11,19 @@ import operator
 from typing import Any
 
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.extending import intrinsic, overload
 
-from .kinds import I16, I64, SCALARS, VectorType
-from .llvm import call, fma_value, narrow_value, pointer, splat_value, suffix, widen_value
+from .kinds import I16, I64, SCALARS, VectorType, native
+from .llvm import (
+    call,
+    fma_value,
+    narrow_value,
+    pointer,
+    splat_value,
+    suffix,
+    widen_value,
+)
 
 # Vectors and numbers from and to memory.
 
@@ -118,7 +126,6 @@ def _scalar_memory(typ: types.Type) -> tuple[Any, Any]:
 
 peek_int64, poke_int64 = _scalar_memory(types.int64)
 peek_int32, poke_int32 = _scalar_memory(types.int32)
-peek_float64, _ = _scalar_memory(types.float64)
 
 
 @intrinsic
@@ -183,7 +190,7 @@ def _prefetch_line(tc: Any, address: Any) -> Any:
     return types.void(types.int64), gen
 
 
-@njit(inline="always")
+@native
 def prefetch(address: int, size: int) -> None:
     """Asks for the cache lines of `size` bytes, which need not exist."""
     for at in range(address, address + size, 64):

@@ -8,18 +8,16 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from numba import njit
-
 from .call import DROPOUT_THRESHOLD, KEEP_SCALE, SEED_HIGH, SEED_LOW, field, real_field
 from .exponential import exp2
-from .kinds import Kind, compute_size, is_pairs, lanes, vector_size
+from .kinds import Kind, compute_size, is_pairs, lanes, native, vector_size
 from .philox import keep_factors
 from .rows import BATCH_HEAD, FACTOR, INDEX, ROW_MAX, ROW_SUM
 from .simd import any_lane, fma, load, load_int, maximum, select, splat, store
 from .tiles import pack_pairs
 
 
-@njit(inline="always")
+@native
 def dropout_factors(kind: Kind, call: int, table: int, lane: int, key: int) -> Any:
     """The keep factors of keys key .. key + 3 (key a multiple of 4) for one vector of rows."""
     return keep_factors(
@@ -34,7 +32,7 @@ def dropout_factors(kind: Kind, call: int, table: int, lane: int, key: int) -> A
     )
 
 
-@njit
+@native
 def online_softmax(
     kind: Kind, call: int, table: int, scores: int, factor: float, start: int, keys: int, width: int
 ) -> bool:
@@ -67,7 +65,7 @@ def online_softmax(
     return moved
 
 
-@njit(inline="always")
+@native
 def _exponentials(
     kind: Kind,
     call: int,
@@ -103,7 +101,7 @@ def _exponentials(
     return total
 
 
-@njit
+@native
 def rescale(kind: Kind, tile: int, rows: int, width: int, factors: int) -> None:
     """tile[row][lane] *= factors[lane]."""
     row = width * compute_size(kind)

@@ -6,41 +6,38 @@ bfloat16. Everything is padded with zeros to whole vectors.
 
 from __future__ import annotations
 
-from typing import Any
-
-from numba import njit
-from numba.extending import overload
-
-from .kinds import BOOL32, BOOL64, FLOAT32, Kind, compute_size, is_pairs, itemsize, lanes, vector_size
-from .simd import load, load_stored, peek, peek_int64, poke, read, splat, store, store_stored, write
+from .kinds import (
+    Kind,
+    compute_size,
+    is_pairs,
+    itemsize,
+    lanes,
+    native,
+    raw_kind,
+    vector_size,
+)
+from .simd import (
+    load,
+    load_stored,
+    peek,
+    peek_int64,
+    poke,
+    read,
+    splat,
+    store,
+    store_stored,
+    write,
+)
 from .tiles import gather_block, interleave, scatter_block
 
 
-def kind_tag(choose: Any) -> Any:
-    """A compile-time map from kind to kind."""
-
-    def tag(kind):  # type: ignore[no-untyped-def]
-        return choose(kind)
-
-    @overload(tag, inline="always")
-    def _overload(kind):  # type: ignore[no-untyped-def]
-        chosen = choose(kind.kind)
-        return lambda kind: chosen
-
-    return tag
-
-
-mask_kind = kind_tag(lambda kind: BOOL64 if kind.compute_size == 8 else BOOL32)
-raw_kind = kind_tag(lambda kind: FLOAT32 if kind.pairs else kind)
-
-
-@njit(inline="always")
+@native
 def padded(kind: Kind, count: int) -> int:
     """count rounded up to whole vectors."""
     return (count + lanes(kind) - 1) // lanes(kind) * lanes(kind)
 
 
-@njit
+@native
 def stage_transposed(
     kind: Kind, addresses: int, shift: int, step: int, count: int, target: int, target_row: int, width: int
 ) -> None:
@@ -57,7 +54,7 @@ def stage_transposed(
             poke(kind, target + d * target_row + lane * size, read(kind, row + d * step))
 
 
-@njit
+@native
 def stage_query(
     kind: Kind, addresses: int, step: int, count: int, target: int, target_row: int, width: int
 ) -> None:
@@ -77,7 +74,7 @@ def stage_query(
             write(kind, target + count // 2 * target_row + 4 * lane + 2, 0.0)
 
 
-@njit
+@native
 def _stage_row(kind: Kind, at: int, step: int, count: int, to: int) -> None:
     """One row widened, zeros up to whole vectors."""
     n, size = lanes(kind), compute_size(kind)
@@ -90,7 +87,7 @@ def _stage_row(kind: Kind, at: int, step: int, count: int, to: int) -> None:
         poke(kind, to + d * size, 0.0)
 
 
-@njit
+@native
 def _stage_pair(kind: Kind, low: int, high: int, step: int, count: int, to: int) -> None:
     """Two rows of bfloat16 interleaved, zeros up to whole vectors; high = 0: the row counts as zeros."""
     n = lanes(kind)
@@ -105,7 +102,7 @@ def _stage_pair(kind: Kind, low: int, high: int, step: int, count: int, to: int)
         write(kind, to + 4 * d + 2, 0.0)
 
 
-@njit
+@native
 def stage_natural(
     kind: Kind, source: int, row_step: int, step: int, rows: int, count: int, target: int, target_row: int
 ) -> None:
@@ -114,7 +111,7 @@ def stage_natural(
         _stage_row(kind, source + row * row_step, step, count, target + row * target_row)
 
 
-@njit
+@native
 def stage_stored(
     kind: Kind, source: int, row_step: int, step: int, rows: int, count: int, target: int, target_row: int
 ) -> None:
@@ -126,7 +123,7 @@ def stage_stored(
         write(kind, to + count * itemsize(kind), 0.0)
 
 
-@njit
+@native
 def stage_row_pairs(
     kind: Kind, source: int, row_step: int, step: int, rows: int, count: int, target: int, target_row: int
 ) -> None:
@@ -138,7 +135,7 @@ def stage_row_pairs(
         )
 
 
-@njit
+@native
 def stage_lanes(
     kind: Kind, addresses: int, step: int, rows: int, count: int, target: int, target_row: int, width: int
 ) -> None:
@@ -157,7 +154,7 @@ def stage_lanes(
     fill(kind, target + used * target_row, target_row, total - used, padded(kind, count), 0.0)
 
 
-@njit
+@native
 def unstage_transposed(
     kind: Kind,
     source: int,
@@ -187,7 +184,7 @@ def unstage_transposed(
                 write(kind, row + d * step, peek(kind, source + d * source_row + one * size) * factor)
 
 
-@njit
+@native
 def unstage_natural(
     kind: Kind,
     source: int,
@@ -210,7 +207,7 @@ def unstage_natural(
             write(kind, to + d * step, peek(kind, at + d * size) * factor)
 
 
-@njit
+@native
 def fill(kind: Kind, target: int, target_row: int, rows: int, width: int, value: float) -> None:
     """A packed tile set to one value."""
     for row in range(rows):

@@ -176,18 +176,17 @@ def add_block(tc: Any, kind: Any, source: Any, stride: Any, addresses: Any, shif
 
 @intrinsic
 def sum_lanes(tc: Any, kind: Any, x: Any) -> Any:
-    """The sum over all lanes, pairwise."""
+    """The sum over all lanes, neighbours first (as the sums of several vectors at once are formed)."""
     n = kind.kind.lanes
 
     def gen(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
         total, width = args[1], n
         while width > 1:
             width //= 2
+            mask = ir.VectorType(I32, width)
             halves = [
-                b.shuffle_vector(
-                    total, total, ir.Constant(ir.VectorType(I32, width), list(range(s, s + width)))
-                )
-                for s in (0, width)
+                b.shuffle_vector(total, total, ir.Constant(mask, list(range(s, 2 * width, 2))))
+                for s in (0, 1)
             ]
             total = b.fadd(*halves)
         return b.extract_element(total, ir.Constant(I32, 0))
@@ -228,8 +227,9 @@ def pack_pairs(tc: Any, kind: Any, low: Any, high: Any) -> Any:
     def gen(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
         if not kind.kind.pairs:  # unreachable in such a kernel, yet it must compile
             return args[1]
-        half = lambda x: b.zext(b.bitcast(b.fptrunc(x, ir.VectorType(BFLOAT, n)), shorts), ints)  # noqa: E731
-        pairs = b.or_(half(args[1]), b.shl(half(args[2]), ir.Constant(ints, [16] * n)))
+        rounded = [b.bitcast(b.fptrunc(x, ir.VectorType(BFLOAT, n)), shorts) for x in args[1:]]
+        low, high = (b.zext(x, ints) for x in rounded)
+        pairs = b.or_(low, b.shl(high, ir.Constant(ints, [16] * n)))
         return b.bitcast(pairs, kind.vector.llvm)
 
     return kind.vector(kind, kind.vector, kind.vector), gen

@@ -90,7 +90,18 @@ class _Visit:
                 self.idle.set()
 
     def close(self) -> None:
-        """Waits for the threads that have begun; later ones find the visit closed."""
+        """Waits for the threads that have begun, whatever interrupts; later ones find the visit closed."""
+        interrupt: BaseException | None = None
+        while True:
+            try:
+                self._close()
+                break
+            except BaseException as error:
+                interrupt = error
+        if interrupt is not None:
+            raise interrupt
+
+    def _close(self) -> None:
         with self.lock:
             self.closed = True
             if self.running:
@@ -114,9 +125,9 @@ class _Pool:
                 threading.Thread(target=self._serve, name=f"flashtile-{self.threads}", daemon=True).start()
                 self.threads += 1
         visit = _Visit(entry, call)
-        for _ in range(threads - 1):
-            self.visits.put(visit)
         try:
+            for _ in range(threads - 1):
+                self.visits.put(visit)
             entry.run(call)
         finally:
             visit.close()
