@@ -1,0 +1,136 @@
+"""The README: its code runs, its links lead somewhere, and measured numbers get into it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import flashtile
+from benchmarks import readme
+from flashtile.bench.cases import Case
+
+README = Path(__file__).parents[1] / "README.md"
+WRITTEN_LATER = "benchmarks/results/"  # by `make bench`
+
+
+@pytest.fixture(autouse=True)
+def inactive_after() -> Iterator[None]:
+    yield
+    flashtile.deactivate()
+
+
+def test_code_blocks_run_in_order(capsys):
+    text = README.read_text()
+    blocks = list(re.finditer(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE))
+    names: dict[str, Any] = {}
+    for block in blocks:
+        before = text[: block.start(1)].count("\n")
+        exec(compile("\n" * before + block[1], str(README), "exec"), names)
+    assert len(blocks) >= 3
+    assert names["out"].shape == names["query"].shape
+    assert names["out"].isfinite().all()
+    assert names["bias"].grad.count_nonzero()
+    assert "██" in capsys.readouterr().out
+
+
+def test_links_lead_to_files():
+    targets = re.findall(r"\]\((?!https?:)([^)]+)\)", README.read_text())
+    assert targets
+    for target in targets:
+        assert target.startswith(WRITTEN_LATER) or (README.parent / target).exists(), target
+
+
+def timed(seconds: float) -> dict[str, Any]:
+    return {"seconds": {"median": seconds, "p20": seconds, "p80": seconds, "rounds": 1}, "error": 0.0}
+
+
+@pytest.fixture
+def found() -> dict[str, Any]:
+    """What `python -m benchmarks.cpu` writes, made up: three cases and memory at two lengths."""
+    long = Case("long", 1, 8, 1000, 50)  # 1.6 GFLOP
+    decode = Case("decode", 1, 32, 1, 128, "bf16", kv_heads=8, key_length=8192)
+    backward = Case("long", 1, 8, 1000, 50, "fp16", direction="backward")
+    peers = {
+        "flashtile": timed(4e-3),
+        "torch": timed(10e-3),
+        "openvino": timed(5e-3),
+        "ort-mha": timed(6e-3),
+        "flex": {"left_out": "no compiler"},
+    }
+    alone = {"flashtile": timed(10e-3), "torch": {"left_out": "no"}, "openvino": {"left_out": "no"}}
+    points = [{"length": 2048, "mib": 1.26}, {"length": 4096, "mib": 2.0}]
+    return {
+        "machine": {
+            "cpu": "Some CPU",
+            "threads": 2,
+            "instruction_set": "AVX2",
+            "system": "Linux x86_64",
+            "versions": {"flashtile": "0.1.0", "torch": "2.13.0"},
+            "commit": None,
+        },
+        "ceilings": {"fma_gflops": 500.0, "bf16_dot_gflops": None, "read_gb_per_s": 40.0},
+        "results": [
+            {"case": long.as_dict(), "peers": peers},
+            {"case": backward.as_dict(), "peers": alone},
+            {"case": decode.as_dict(), "peers": {"flashtile": timed(1e-3), "torch": timed(0.5e-3)}},
+        ],
+        "memory": {"flashtile forward": points, "torch backward": points[1:]},
+    }
+
+
+def rows_of(text: str) -> dict[str, list[str]]:
+    tables = [line.strip("|").split("|") for line in text.splitlines() if line.startswith("|")]
+    return {cells[0].strip(): [cell.strip() for cell in cells[1:]] for cells in tables}
+
+
+def test_rows_compare_with_torch_and_the_fastest_other(found):
+    rows = rows_of(readme.numbers(found))
+    assert rows["forward fp32 1x8x1000x50"] == [
+        "4.00 ms", "400", "80% FMA", "10.0 ms", "2.50x", "5.00 ms OpenVINO SDPA", "1.25x"
+    ]  # fmt: skip
+    nothing = readme.NOTHING
+    assert rows["backward fp16 1x8x1000x50"] == [
+        "10.0 ms", "400", "80% FMA", nothing, nothing, nothing, nothing
+    ]  # fmt: skip
+    decode = rows["forward bf16 1x32x1x128 kv 8x8192"]
+    assert decode == ["1.00 ms", nothing, "84% read", "500 us", "0.50x", nothing, nothing]
+
+
+def test_machine_ceilings_and_memory_are_named(found):
+    text = readme.numbers(found)
+    assert text.startswith("Some CPU, 2 threads, AVX2, Linux x86_64; flashtile 0.1.0, torch 2.13.0.\n")
+    assert "500 GFLOP/s of float32" in text
+    assert "bfloat16 dot" not in text
+    rows = rows_of(text)
+    assert rows["length"] == ["2048", "4096"]
+    assert rows["flashtile, forward"] == ["1.3", "2.0"]
+    assert rows["torch SDPA, backward"] == [readme.NOTHING, "2.0"]
+
+
+def test_only_the_place_between_the_marks_changes(found, tmp_path):
+    text = f"before\n{readme.BEGIN}\nold\n{readme.END}\nafter\n"
+    results, target = tmp_path / "cpu.json", tmp_path / "README.md"
+    results.write_text(json.dumps(found))
+    target.write_text(text)
+    for _ in range(2):
+        readme.main(["--results", str(results), "--readme", str(target)])
+        written = target.read_text()
+        assert written.startswith(f"before\n{readme.BEGIN}\nSome CPU")
+        assert written.endswith(f"|\n{readme.END}\nafter\n")
+        assert written.count("Some CPU") == 1
+        assert "old" not in written
+
+
+@pytest.mark.parametrize("text", ["", readme.BEGIN, f"{readme.END}{readme.BEGIN}"])
+def test_a_text_without_the_marks_is_refused(text, found):
+    with pytest.raises(ValueError, match="marks"):
+        readme.fill(text, found)
+
+
+def test_the_readme_has_the_place(found):
+    assert "Some CPU" in readme.fill(README.read_text(), found)
