@@ -64,6 +64,12 @@ def ceilings_line(ceilings: dict[str, float | None]) -> str:
         "bf16_dot_gflops": "{:.0f} GFLOP/s of bfloat16 dot products (dot)",
         "read_gb_per_s": "{:.0f} GB/s read from memory (read)",
     }
+    again = "read_gb_per_s_of_"  # a size in MiB that decoding reads, which a cache may hold in part
+    named |= {
+        name: "{:.0f} GB/s reading " + name.removeprefix(again).replace("_mib", " MiB again and again")
+        for name in ceilings
+        if name.startswith(again)
+    }
     present = [text.format(value) for name, text in named.items() if (value := ceilings[name])]
     return f"Measured ceilings: {', '.join(present)}. A ratio above 1 means that flashtile takes less time."
 

@@ -73,7 +73,12 @@ def found() -> dict[str, Any]:
             "versions": {"flashtile": "0.1.0", "torch": "2.13.0"},
             "commit": None,
         },
-        "ceilings": {"fma_gflops": 500.0, "bf16_dot_gflops": None, "read_gb_per_s": 40.0},
+        "ceilings": {
+            "fma_gflops": 500.0,
+            "bf16_dot_gflops": None,
+            "read_gb_per_s": 38.0,
+            "read_gb_per_s_of_32_mib": 40.0,
+        },
         "results": [
             {"case": long.as_dict(), "peers": peers},
             {"case": backward.as_dict(), "peers": alone},
@@ -106,6 +111,7 @@ def test_machine_ceilings_and_memory_are_named(found):
     assert text.startswith("Some CPU, 2 threads, AVX2, Linux x86_64; flashtile 0.1.0, torch 2.13.0.\n")
     assert "500 GFLOP/s of float32" in text
     assert "bfloat16 dot" not in text
+    assert "38 GB/s read from memory (read), 40 GB/s reading 32 MiB again and again." in text
     rows = rows_of(text)
     assert rows["length"] == ["2048", "4096"]
     assert rows["flashtile, forward"] == ["1.3", "2.0"]
