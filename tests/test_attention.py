@@ -330,6 +330,11 @@ REFUSALS = [
         ValueError,
         r"key_lengths: the batch dimension must be 2 or 1, got 3",
     ),
+    (
+        {"mask": TOP_LEFT & masks.from_dense(torch.ones(3, 9, 7, dtype=torch.bool))},
+        ValueError,
+        r"mask must have as many heads as query, 4, or 1, got 3: causal",
+    ),
     ({"mask": masks.causal()}, ValueError, r"causal needs an alignment where lengths differ"),
     ({"bias": 1.0}, TypeError, r"bias must be a torch.Tensor, got float"),
     ({"bias": torch.ones(9, 7, dtype=torch.bool)}, TypeError, r"bias must have the dtype of query.*as mask"),

@@ -57,7 +57,8 @@ class TestAligned:
         check(causal(alignment=alignment), lambda b, i, j: j <= i + diagonal, 2, query_length, key_length)
 
     @pytest.mark.parametrize(
-        ("left", "right"), [(0, 0), (2, 1), (None, 1), (2, None), (None, None), (99, 99)]
+        ("left", "right"),
+        [(0, 0), (2, 1), (None, 1), (2, None), (None, None), (99, 99), (sys.maxsize, sys.maxsize)],
     )
     def test_window(self, alignment, query_length, key_length, left, right):
         diagonal = key_length - query_length if alignment == "bottom-right" else 0
@@ -79,7 +80,7 @@ class TestAligned:
             key_length,
         )
 
-    @pytest.mark.parametrize("size", [1, 3, 100, 2**31 - 1])
+    @pytest.mark.parametrize("size", [1, 3, 100, 2**31 - 1, 2**31, sys.maxsize])
     def test_chunks(self, alignment, query_length, key_length, size):
         diagonal = key_length - query_length if alignment == "bottom-right" else 0
         check(

@@ -117,7 +117,7 @@ def attention(
     intervals = _NO_MASK
     if mask is not None:
         if isinstance(mask, Mask):
-            intervals = mask.resolve(query.shape[0], query.shape[2], key.shape[2], query.device)
+            intervals = _resolved(mask, query, key.shape[2])
         else:
             intervals = Intervals(dense=_checked_mask(mask, query, key.shape[2], three_dims))
     if bias is not None:
@@ -259,6 +259,16 @@ def _autocast(
         return tensor.to(dtype) if eligible else tensor
 
     return cast(query), cast(key), cast(value), None if bias is None else cast(bias)
+
+
+def _resolved(mask: Mask, query: Tensor, key_length: int) -> Intervals:
+    batch, heads, query_length, _ = query.shape
+    intervals = mask.resolve(batch, query_length, key_length, query.device)
+    if intervals.dense is not None:  # a mask checks every size but this one, which it is not told
+        size = intervals.dense.shape[1]
+        if size != 1 and size != heads:
+            raise ValueError(f"mask must have as many heads as query, {heads}, or 1, got {size}: {mask!r}")
+    return intervals
 
 
 def _checked_mask(mask: object, query: Tensor, key_length: int, three_dims: bool) -> Tensor:

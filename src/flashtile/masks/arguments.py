@@ -11,6 +11,7 @@ from torch import Tensor
 Alignment = Literal["top-left", "bottom-right"]
 Integers = int | Sequence[int] | Tensor
 IntegerRows = Sequence[int] | Sequence[Sequence[int]] | Tensor
+LONGEST = 2**31 - 1  # positions are int32; a larger bound (sys.maxsize, say) bounds as little as this one
 
 
 def checked_alignment(alignment: Alignment | None) -> Alignment | None:

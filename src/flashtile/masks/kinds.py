@@ -10,6 +10,7 @@ from torch import Tensor
 
 from flashtile.masks import drawing
 from flashtile.masks.arguments import (
+    LONGEST,
     Alignment,
     IntegerRows,
     Integers,
@@ -309,6 +310,7 @@ def window(left: int | None = None, right: int | None = None, *, alignment: Alig
     for name, size in (("left", left), ("right", right)):
         if size is not None and (not is_int(size) or size < 0):
             raise ValueError(f"window: {name} must be an int >= 0, or None for no bound, got {size!r}")
+    left, right = (None if size is None else _at_most_longest(size) for size in (left, right))
     return _Band(left, right, alignment, "window")
 
 
@@ -371,7 +373,12 @@ def chunks(size: int, *, alignment: Alignment | None = None) -> Mask:
     """
     if not is_int(size) or size < 1:
         raise ValueError(f"chunks: size must be an int >= 1, got {size!r}")
-    return _Chunks(size, alignment)
+    return _Chunks(_at_most_longest(size), alignment)
+
+
+def _at_most_longest(size: int) -> int:
+    # A symbolic size stays one: it is a length, and never that long.
+    return min(size, LONGEST) if isinstance(size, int) else size
 
 
 def from_dense(visible: Tensor) -> Mask:
