@@ -35,7 +35,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fresh tensors hold NaN (integers: their lowest value), so that an element nobody wrote shows."""
+    """Fresh tensors hold NaN (integers: their lowest value; bytes: 255, NaN in every float dtype), so that an
+    element nobody wrote shows."""
 
     def poisoning(create: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def create_poisoned(*args: Any, **kwargs: Any) -> Tensor:
@@ -58,6 +59,8 @@ def poison(tensor: Tensor) -> Tensor:
             tensor.fill_(float("nan"))
         elif tensor.dtype in (torch.int32, torch.int64):
             tensor.fill_(torch.iinfo(tensor.dtype).min)
+        elif tensor.dtype == torch.uint8:  # kernels' working memory
+            tensor.fill_(255)
     return tensor
 
 

@@ -14,6 +14,7 @@ def test_fresh_memory_is_poisoned():
     ):
         assert torch.isnan(fresh).all()
     assert (torch.empty(4, dtype=torch.int32) == torch.iinfo(torch.int32).min).all()
+    assert torch.isnan(torch.empty(16, dtype=torch.uint8).view(torch.float64)).all()
 
 
 def test_poison_keeps_shape_dtype_and_strides(dtype):
