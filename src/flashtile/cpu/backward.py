@@ -78,7 +78,7 @@ from .rows import (
     set_rows,
     tensor_at,
 )
-from .scores import LOG2_E, finish_scores, is_full
+from .scores import finish_scores, is_full
 from .simd import fma, load_stored, peek, peek_int64, poke, read, splat
 from .stage import (
     fill,
@@ -262,7 +262,7 @@ def _load_rows(
             lse = peek(kind, tensor_at(call, LSE, batch, head, query_index))
             delta = peek(kind, tensor_at(call, DELTA, batch, head, query_index))
         # A row that sees nothing has only -inf scores; 0 in place of its LSE keeps their exponentials at 0.
-        poke(kind, table + ROW_LSE + lane * size, 0.0 if lse == -math.inf else -lse * LOG2_E)
+        poke(kind, table + ROW_LSE + lane * size, 0.0 if lse == -math.inf else -lse)
         poke(kind, table + ROW_DELTA + lane * size, delta)
 
 

@@ -105,8 +105,8 @@ def describe(problem: AttentionProblem) -> array[int]:
     group = heads // kv_heads if kv_heads else 0
     call[GROUP:QUERY] = array("q", (group, query_length, key_length, head_dim, value.shape[3]))
     put(call, QUERY, [*tensor_fields(query), *tensor_fields(key), *tensor_fields(value)])
-    call[LOWER] = -UNBOUNDED if problem.lower is None else int(problem.lower)
-    call[UPPER] = UNBOUNDED if problem.upper is None else int(problem.upper)
+    call[LOWER] = -UNBOUNDED if problem.lower is None else max(-UNBOUNDED, int(problem.lower))
+    call[UPPER] = UNBOUNDED if problem.upper is None else min(UNBOUNDED, int(problem.upper))
     call[SCALE] = float_bits(problem.scale)
     _describe_options(call, problem)
     return call

@@ -60,7 +60,7 @@ from .rows import (
     set_rows,
     tensor_at,
 )
-from .scores import finish_scores, is_full, score_factor
+from .scores import LOG2_E, finish_scores, is_full, score_factor
 from .simd import copy_int16, load, peek, peek_int64, poke, splat, store
 from .softmax import online_softmax
 from .stage import fill, padded, stage_lanes, stage_natural, unstage_natural
@@ -271,6 +271,7 @@ def _keep(kind: Kind, call: int, scratch: int, task: int) -> None:
 @native
 def merge(kind: Kind, call: int, scratch: int, head: int) -> None:
     """Combines the states of every split of one head, in order, and finishes its rows."""
+    step = score_factor(call) * LOG2_E
     table, size, one = scratch + field(call, AT_ROWS), compute_size(kind), vector_size(kind)
     heads, splits, out_row = field(call, KV_HEADS), field(call, SPLITS), _out_row(kind, call)
     set_rows(kind, call, table, head // heads, head % heads, 0, lanes(kind), False)
@@ -287,7 +288,7 @@ def merge(kind: Kind, call: int, scratch: int, head: int) -> None:
             row_max, row_sum = peek(kind, state + r * size), peek(kind, state + one + r * size)
             if row_max == -math.inf and not math.isnan(row_sum):  # nothing seen in this split
                 continue
-            factor = 2.0 ** (row_max - largest)
+            factor = 2.0 ** ((row_max - largest) * step)
             total += row_sum * factor
             source, target = state + 2 * one + r * out_row, out + r * out_row
             weight = splat(kind, factor)

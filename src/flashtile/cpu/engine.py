@@ -80,7 +80,7 @@ def forward(problem: AttentionProblem, out: Tensor, lse: Tensor) -> None:
     call[c.VALUE] = problem.value.data_ptr()
     call[c.OUT], call[c.LSE] = out.data_ptr(), lse.data_ptr()
     if plan.space:
-        space = torch.empty(plan.space, dtype=torch.uint8)
+        space = torch.empty(plan.space, dtype=torch.uint8, device="cpu")
         call[c.SPACE] = space.data_ptr()
     for step in plan.steps:
         run(step.entry, call, step.tasks, step.scratch, step.work)
@@ -228,7 +228,7 @@ def _run_backward(
     split = split_keys(head_dim, value_dim)
     splits = -(-key_length // split)
     compute = problem.query.dtype if size == 8 else torch.float32
-    space = torch.empty(batch * kv_heads * tiles * head_dim * width, dtype=compute)
+    space = torch.empty(batch * kv_heads * tiles * head_dim * width, dtype=compute, device="cpu")
     progress = array("q", bytes(8 * batch * kv_heads * splits))
     bias, slopes = None, None
     if gradients.bias is not None:
@@ -238,10 +238,14 @@ def _run_backward(
         in_place = plane == (query_length, key_length)
         if plane == (1, 1):
             plane = torch.Size((query_length, 1))  # tiles and splits would meet in one number
-        bias = gradients.bias.zero_() if in_place else torch.zeros(batch, heads, *plane, dtype=compute)
+        bias = (
+            gradients.bias.zero_()
+            if in_place
+            else torch.zeros(batch, heads, *plane, dtype=compute, device="cpu")
+        )
         c.put(call, c.GRAD_BIAS, c.tensor_fields(bias))
     if gradients.alibi_slopes is not None:
-        slopes = torch.zeros(batch, heads, splits, dtype=compute)
+        slopes = torch.zeros(batch, heads, splits, dtype=compute, device="cpu")
         call[c.GRAD_SLOPES] = slopes.data_ptr()
     call[c.TILES], call[c.TILE_KEYS], call[c.SPLIT_KEYS], call[c.SPLITS] = tiles, keys, split, splits
     call[c.SPACE], call[c.PROGRESS] = space.data_ptr(), c.address(progress)

@@ -46,7 +46,7 @@ from .rows import (
     locate_rows,
     set_rows,
 )
-from .scores import LN_2, LOG2_E, finish_scores, is_full, score_factor
+from .scores import finish_scores, is_full, score_factor
 from .simd import peek, peek_int64, poke
 from .softmax import online_softmax, rescale
 from .stage import fill, padded, stage_query, unstage_transposed
@@ -139,7 +139,7 @@ def start_rows(kind: Kind, call: int, table: int, kv_head: int, start: int, widt
         row_max, row_sum = -math.inf, 0.0
         if sinks != 0:
             head = kv_head * group + (start + lane) % group
-            row_max, row_sum = peek(kind, sinks + head * field(call, SINKS + 1)) * LOG2_E, 1.0
+            row_max, row_sum = peek(kind, sinks + head * field(call, SINKS + 1)) / score_factor(call), 1.0
         poke(kind, table + ROW_MAX + lane * compute_size(kind), row_max)
         poke(kind, table + ROW_SUM + lane * compute_size(kind), row_sum)
 
@@ -153,7 +153,7 @@ def finish_rows(kind: Kind, call: int, table: int, batch: int, kv_head: int, sta
         row_sum = peek(kind, table + ROW_SUM + at)
         result, factor = -math.inf, 0.0
         if row_sum != 0.0:
-            result = (peek(kind, table + ROW_MAX + at) + math.log2(row_sum)) * LN_2
+            result = peek(kind, table + ROW_MAX + at) * score_factor(call) + math.log(row_sum)
             factor = 1.0 / row_sum
         poke(kind, table + FACTOR + at, factor)
         row = start + lane

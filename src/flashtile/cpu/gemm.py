@@ -13,7 +13,7 @@ from .tiles import tile_operations
 
 
 def _make_product(rows: int, columns: int) -> Any:
-    zeros, load_tile, store_tile, rank1 = tile_operations(rows, columns)
+    zeros, add_tile, store_tile, rank1 = tile_operations(rows, columns)
 
     @native
     def product(
@@ -32,11 +32,15 @@ def _make_product(rows: int, columns: int) -> Any:
     ) -> int:
         """Rows [first, count) in steps of `rows`; returns the first row not computed."""
         while first + rows <= count:
-            tile = load_tile(kind, c + first * c_row, c_row) if accumulate else zeros(kind)
+            tile = zeros(kind)
             column = a + first * a_row
             for k in range(depth):
                 tile = rank1(kind, tile, column + k * a_col, a_row, b + k * b_row)
-            store_tile(kind, tile, c + first * c_row, c_row)
+            # Sums of a block, then the sum of blocks: long sums lose fewer digits.
+            if accumulate:
+                add_tile(kind, tile, c + first * c_row, c_row)
+            else:
+                store_tile(kind, tile, c + first * c_row, c_row)
             first += rows
         return first
 

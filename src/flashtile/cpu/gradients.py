@@ -22,7 +22,7 @@ from .call import (
 from .exponential import exp2
 from .kinds import Kind, compute_size, is_pairs, lanes, native, vector_size
 from .rows import BATCH_HEAD, COUNT, GRAD_BIAS_ROW, ROW_DELTA, ROW_LSE
-from .scores import alibi_distance, score_factor
+from .scores import LOG2_E, alibi_distance, score_factor
 from .simd import fma, load, peek, peek_int32, peek_int64, poke, select, splat, store
 from .softmax import dropout_factors
 from .tiles import add_block, pack_pairs, store_rounded
@@ -38,12 +38,16 @@ def score_gradients(
     `keys` is padded by the caller to a multiple of 4 with -inf. Pair kinds get P rounded, [key][lane], beside
     it.
     """
-    size, step, nothing = compute_size(kind), splat(kind, score_factor(call)), splat(kind, -math.inf)
+    size, factor, nothing = compute_size(kind), splat(kind, score_factor(call)), splat(kind, -math.inf)
     row, scores, rounded = width * size, scratch + field(call, AT_SCORES), scratch + field(call, AT_ROUNDED)
     to_gradients = field(call, AT_GRAD_SCORES) - field(call, AT_SCORES)
     dropout, zero, one = field(call, DROPOUT_THRESHOLD) != 0, splat(kind, 0.0), splat(kind, 1.0)
+    log2_e = splat(kind, LOG2_E)
     for lane in range(0, width, lanes(kind)):
-        shift, delta = load(kind, table + ROW_LSE + lane * size), load(kind, table + ROW_DELTA + lane * size)
+        minus_lse, delta = (
+            load(kind, table + ROW_LSE + lane * size),
+            load(kind, table + ROW_DELTA + lane * size),
+        )
         for j in range(0, keys, 4):
             factors = (one, one, one, one)
             if dropout:
@@ -52,7 +56,7 @@ def score_gradients(
                 at = scores + (j + i) * row + lane * size
                 score = load(kind, at)
                 # Hidden entries are 0 even where the row's LSE or delta is NaN.
-                p = select(score == nothing, zero, exp2(kind, fma(score, step, shift)))
+                p = select(score == nothing, zero, exp2(kind, fma(score, factor, minus_lse) * log2_e))
                 dp = load(kind, at + to_gradients)
                 kept = p
                 if dropout:

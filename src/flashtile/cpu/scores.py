@@ -48,20 +48,19 @@ from .simd import (
 from .stage import stage_transposed
 
 LOG2_E = 1.4426950408889634
-LN_2 = 0.6931471805599453
 
 
 @native
 def score_factor(call: int) -> float:
-    """What turns a tile's scores into exponents of 2."""
-    return LOG2_E if _scaled_first(call) else LOG2_E * real_field(call, SCALE)
+    """What turns a tile's scores into natural units."""
+    return 1.0 if _scaled_first(call) else real_field(call, SCALE)
 
 
 @native
 def _scaled_first(call: int) -> bool:
-    """Whether the tile itself is scaled: options need natural units; a factor <= 0 would turn the maximum."""
+    """Whether the tile itself is scaled: options need natural units; maxima and sinks, a factor above 0."""
     options = field(call, SOFTCAP) != 0 or field(call, BIAS) != 0 or field(call, SLOPES) != 0
-    return options or real_field(call, SCALE) <= 0.0
+    return options or real_field(call, SCALE) < 1e-6
 
 
 @native

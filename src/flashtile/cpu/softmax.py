@@ -13,7 +13,8 @@ from .exponential import exp2
 from .kinds import Kind, compute_size, is_pairs, lanes, native, vector_size
 from .philox import keep_factors
 from .rows import BATCH_HEAD, FACTOR, INDEX, ROW_MAX, ROW_SUM
-from .simd import any_lane, fma, load, load_int, maximum, select, splat, store
+from .scores import LOG2_E
+from .simd import any_lane, load, load_int, maximum, select, splat, store
 from .tiles import pack_pairs
 
 
@@ -38,10 +39,10 @@ def online_softmax(
 ) -> bool:
     """Scores become unnormalised probabilities, in place (pairs of keys for pair kinds), after dropout.
 
-    `keys` is padded by the caller to a multiple of 4 with -inf. Row maxima (in exponents of 2) and sums
+    `keys` is padded by the caller to a multiple of 4 with -inf. Row maxima (in units of the tile) and sums
     follow; FACTOR receives what the output must be multiplied by. Returns whether any maximum moved.
     """
-    size, moved, step = compute_size(kind), False, splat(kind, factor)
+    size, moved, step = compute_size(kind), False, splat(kind, factor * LOG2_E)
     row, zero, nothing = width * size, splat(kind, 0.0), splat(kind, -math.inf)
     for lane in range(0, width, lanes(kind)):
         at = scores + lane * size
@@ -52,12 +53,12 @@ def online_softmax(
             high = maximum(load(kind, here + 2 * row), load(kind, here + 3 * row))
             largest = maximum(largest, maximum(low, high))
         old = load(kind, table + ROW_MAX + lane * size)
-        new = maximum(old, largest * step)
+        new = maximum(old, largest)
         # A row that has seen nothing yet keeps -inf; subtracting 0 instead avoids inf - inf.
         base = select(new == nothing, zero, new)
-        correction = select(new == old, splat(kind, 1.0), exp2(kind, old - base))
+        correction = select(new == old, splat(kind, 1.0), exp2(kind, (old - base) * step))
         total = load(kind, table + ROW_SUM + lane * size) * correction
-        total = total + _exponentials(kind, call, table, at, row, zero - base, step, lane, start, keys)
+        total = total + _exponentials(kind, call, table, at, row, base, step, lane, start, keys)
         store(table + ROW_MAX + lane * size, new)
         store(table + ROW_SUM + lane * size, total)
         store(table + FACTOR + lane * size, correction)
@@ -72,20 +73,20 @@ def _exponentials(
     table: int,
     at: int,
     row: int,
-    shift: Any,
+    base: Any,
     step: Any,
     lane: int,
     start: int,
     keys: int,
 ) -> Any:
-    """p = 2**(s * step + shift) for one column of vectors; the sum before dropout is returned."""
+    """p = 2**((s - base) * step) for one column of vectors; the sum before dropout is returned."""
     dropout, total = field(call, DROPOUT_THRESHOLD) != 0, splat(kind, 0.0)
     for j in range(0, keys, 4):
         here = at + j * row
-        p0 = exp2(kind, fma(load(kind, here), step, shift))
-        p1 = exp2(kind, fma(load(kind, here + row), step, shift))
-        p2 = exp2(kind, fma(load(kind, here + 2 * row), step, shift))
-        p3 = exp2(kind, fma(load(kind, here + 3 * row), step, shift))
+        p0 = exp2(kind, (load(kind, here) - base) * step)
+        p1 = exp2(kind, (load(kind, here + row) - base) * step)
+        p2 = exp2(kind, (load(kind, here + 2 * row) - base) * step)
+        p3 = exp2(kind, (load(kind, here + 3 * row) - base) * step)
         total = total + ((p0 + p1) + (p2 + p3))
         if dropout:
             z0, z1, z2, z3 = dropout_factors(kind, call, table, lane, start + j)

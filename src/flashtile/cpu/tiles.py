@@ -26,7 +26,7 @@ from .llvm import (
 
 
 def tile_operations(rows: int, columns: int) -> tuple[Any, Any, Any, Any]:
-    """zeros, load, store and rank-1 update of a tile of rows x columns vectors held in registers.
+    """zeros, add to memory, store and rank-1 update of a tile of rows x columns vectors held in registers.
 
     A tile is a tuple of vectors, row by row. Memory rows are `stride` bytes apart.
     """
@@ -50,11 +50,13 @@ def tile_operations(rows: int, columns: int) -> tuple[Any, Any, Any, Any]:
         return tile_type(kind)(kind), gen
 
     @intrinsic
-    def load_tile(tc: Any, kind: Any, address: Any, stride: Any) -> Any:
+    def add_tile(tc: Any, kind: Any, tile: Any, address: Any, stride: Any) -> Any:
         def gen(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
-            return cgutils.pack_array(b, [b.load(p, align=4) for p in places(b, kind, args[1], args[2])])
+            for i, place in enumerate(places(b, kind, args[2], args[3])):
+                b.store(b.fadd(b.load(place, align=4), b.extract_value(args[1], i)), place, align=4)
+            return ctx.get_dummy_value()
 
-        return tile_type(kind)(kind, types.int64, types.int64), gen
+        return types.void(kind, tile_type(kind), types.int64, types.int64), gen
 
     @intrinsic
     def store_tile(tc: Any, kind: Any, tile: Any, address: Any, stride: Any) -> Any:
@@ -91,7 +93,7 @@ def tile_operations(rows: int, columns: int) -> tuple[Any, Any, Any, Any]:
 
         return tile_type(kind)(kind, tile_type(kind), types.int64, types.int64, types.int64), gen
 
-    return zeros, load_tile, store_tile, rank1
+    return zeros, add_tile, store_tile, rank1
 
 
 # Blocks of lanes x lanes numbers, transposed in registers.

@@ -83,11 +83,13 @@ class _Visit:
             if self.closed:
                 return
             self.running += 1
-        self.entry.run(self.call)
-        with self.lock:
-            self.running -= 1
-            if not self.running:
-                self.idle.set()
+        try:
+            self.entry.run(self.call)
+        finally:
+            with self.lock:
+                self.running -= 1
+                if not self.running:
+                    self.idle.set()
 
     def close(self) -> None:
         """Waits for the threads that have begun, whatever interrupts; later ones find the visit closed."""
@@ -122,7 +124,12 @@ class _Pool:
     def run(self, entry: Entry, call: int, threads: int) -> None:
         with self.lock:
             while self.threads < threads - 1:
-                threading.Thread(target=self._serve, name=f"flashtile-{self.threads}", daemon=True).start()
+                try:
+                    threading.Thread(
+                        target=self._serve, name=f"flashtile-{self.threads}", daemon=True
+                    ).start()
+                except RuntimeError:  # the system gives no more threads: those there are do the work
+                    break
                 self.threads += 1
         visit = _Visit(entry, call)
         try:
@@ -155,6 +162,6 @@ def scratch_memory(size: int) -> int:
     """Scratch memory of the calling thread for its calls, aligned to 64 bytes; kept and grown."""
     memory = getattr(_local, "memory", None)
     if memory is None or memory.numel() < size + 64:
-        _local.memory = memory = torch.empty(size + 64, dtype=torch.uint8)
+        _local.memory = memory = torch.empty(size + 64, dtype=torch.uint8, device="cpu")
         _local.base = (memory.data_ptr() + 63) // 64 * 64
     return int(_local.base)
