@@ -33,6 +33,9 @@ def test_help_has_examples(command, capsys):
         (["bench", "--dtype", "fp32,int8"], "'int8'"),
         (["check", "--dtype", "fp12"], "'fp12'"),
         (["info", "--threads", "0"], "at least 1"),
+        (["info", "--heads", "many"], "expected a whole number of at least 1, got 'many'"),
+        (["bench", "--group", "small", "--dtype", "fp32", "--pass", "forward"], "leave out --dtype, --pass"),
+        (["bench", "--kv-heads", "3"], "--kv-heads must divide the 8 heads, got 3"),
     ],
 )
 def test_wrong_arguments_exit_with_2_and_say_what_was_expected(arguments, message, capsys):
@@ -100,6 +103,8 @@ def test_check_reports_an_error_instead_of_stopping(capsys, monkeypatch):
     monkeypatch.setattr(flashtile, "attention", broken)
     assert cli.main(["check", "--dtype", "fp32"]) == 1
     assert "RuntimeError: no such instruction" in capsys.readouterr().out
+    assert cli.main(["check", "--dtype", "fp32", "--json"]) == 1
+    assert json.loads(capsys.readouterr().out, parse_constant=pytest.fail)[0]["error"] is None
 
 
 def test_bench_as_json(capsys):

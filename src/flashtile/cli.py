@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -61,10 +62,9 @@ def _command(commands: Any, name: str, summary: str, run: Any, examples: str) ->
 
 
 def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"expected a number of at least 1, got {text}")
-    return number
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text!r}")
+    return int(text)
 
 
 def _subset(allowed: Sequence[str]) -> Any:
@@ -154,7 +154,12 @@ def _check(options: argparse.Namespace) -> int:
     chosen = tuple(DTYPES[name] for name in options.dtype) if options.dtype else check.DTYPES
     verdicts = list(check.run(dtypes=chosen))
     if options.json:
-        print(json.dumps([{**asdict(verdict), "passed": verdict.passed} for verdict in verdicts], indent=2))
+        # JSON has no infinity, which is the error of a call that failed.
+        shown = [
+            {**asdict(v), "error": v.error if math.isfinite(v.error) else None, "passed": v.passed}
+            for v in verdicts
+        ]
+        print(json.dumps(shown, indent=2))
     else:
         print(check.report(verdicts))
     return 0 if all(verdict.passed for verdict in verdicts) else 1
@@ -178,13 +183,12 @@ flashtile bench --shape 1,32,1,128 --kv-heads 8 --key-length 8192 --json > decod
     )
     bench.add_argument("--kv-heads", type=_positive, metavar="N", help="default: as many as heads")
     bench.add_argument("--key-length", type=_positive, metavar="N", help="default: the query length")
-    bench.add_argument("--dtype", type=_subset(_DTYPES), default=["fp32", "bf16", "fp16"], metavar="LIST")
-    bench.add_argument("--causal", choices=("yes", "no", "both"), default="no")
+    bench.add_argument("--dtype", type=_subset(_DTYPES), metavar="LIST", help="default: fp32,bf16,fp16")
+    bench.add_argument("--causal", choices=("yes", "no", "both"), help="default: no")
     bench.add_argument(
         "--pass",
         dest="direction",
         type=_subset(("forward", "backward")),
-        default=["forward", "backward"],
         metavar="LIST",
         help="forward,backward; default: both",
     )
@@ -192,7 +196,7 @@ flashtile bench --shape 1,32,1,128 --kv-heads 8 --key-length 8192 --json > decod
         "--group",
         type=_subset(("long", "decode", "small")),
         metavar="LIST",
-        help="ready cases instead of --shape: long,decode,small",
+        help="ready cases instead of one of your own: long,decode,small",
     )
     bench.add_argument(
         "--against", type=_subset(("torch", "standard")), default=["torch", "standard"], metavar="LIST"
@@ -200,6 +204,7 @@ flashtile bench --shape 1,32,1,128 --kv-heads 8 --key-length 8192 --json > decod
     bench.add_argument("--rounds", type=_positive, default=7, help="measurements of each; the median counts")
     bench.add_argument("--seconds", type=float, default=10, help="at most about this long per case")
     bench.add_argument("--no-ceilings", action="store_true", help="do not measure what the machine can do")
+    bench.set_defaults(refuse=bench.error)
 
 
 def _bench(options: argparse.Namespace) -> int:
@@ -229,9 +234,16 @@ def _bench_cases(options: argparse.Namespace) -> list[Case]:
     from flashtile.bench.cases import Case, all_cases
 
     if options.group:
+        own = {"kv_heads": "--kv-heads", "key_length": "--key-length", "direction": "--pass"}
+        own |= {name: f"--{name}" for name in ("shape", "dtype", "causal")}
+        given = sorted(flag for name, flag in own.items() if getattr(options, name) is not None)
+        if given:
+            options.refuse(f"--group has sizes, dtypes and passes of its own; leave out {', '.join(given)}")
         return [case for case in all_cases() if case.group in options.group]
-    causal = {"yes": (True,), "no": (False,), "both": (False, True)}[options.causal]
     base = [Case("shape", *shape) for shape in options.shape or [(1, 8, 2048, 64)]]
+    for case in base:
+        if case.heads % (options.kv_heads or 1):
+            options.refuse(f"--kv-heads must divide the {case.heads} heads, got {options.kv_heads}")
     return [
         replace(
             case,
@@ -242,9 +254,9 @@ def _bench_cases(options: argparse.Namespace) -> list[Case]:
             key_length=options.key_length,
         )
         for case in base
-        for direction in options.direction
-        for dtype in options.dtype
-        for is_causal in causal
+        for direction in options.direction or ("forward", "backward")
+        for dtype in options.dtype or ("fp32", "bf16", "fp16")
+        for is_causal in {"yes": (True,), "both": (False, True)}.get(options.causal, (False,))
     ]
 
 
