@@ -1,7 +1,7 @@
 """NaN and infinities in the input reach the rows that see them and nothing else, forward and backward.
 
-What a NaN may reach follows from who sees whom, without any arithmetic: that is the reference here. Infinities,
-which arithmetic may turn into finite numbers, are compared with the oracle, which computes row by row.
+What they may reach follows from who sees whom, without any arithmetic: that is the reference here. A NaN reaches
+all of it; an infinity, which arithmetic may turn into a finite number, at least the rows with such a score.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from flashtile import cpu
 from flashtile.problem import AttentionProblem
 from flashtile.reference import visible_keys
-from tests.oracle import assert_close_to_oracle, random_gradients, random_problem, results_of_backend
+from tests.oracle import random_gradients, random_problem, results_of_backend
 
 HEADS = 2  # query heads on one key head
 SIZES = {"tiles": (40, 150), "decode": (2, 1040)}
@@ -144,22 +144,45 @@ def test_nan_reaches_what_sees_it(dtype, size, mask, with_bias):
             torch.testing.assert_close(found[~touched], untouched, rtol=2e-2, atol=1e-2)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def spoilt_rows(problem: AttentionProblem, place: Place) -> Tensor:
+    """The rows that an infinity must spoil: bool (heads, rows). A score of -inf hides its key instead."""
+    visible = visible_keys(problem)[0]
+    if place.name == "grad_out":
+        rows = torch.zeros(visible.shape[:2], dtype=torch.bool)
+        rows[place.index[1:]] = visible[place.index[1:]].any()
+        return rows
+    if place.name == "value":
+        return visible[..., place.index[2]]
+    scores = (problem.query.double()[..., None, :] * problem.key.double()[:, :, None]).sum(-1)[0]
+    if problem.bias is not None:
+        scores = scores + problem.bias[0].double()
+    return (visible & ~(scores < math.inf)).any(-1)
+
+
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("value", [math.inf, -math.inf])
-def test_infinity_does_as_in_the_oracle(dtype, size, mask, value):
+def test_infinity_reaches_what_sees_it(dtype, size, mask, value):
     problem = problem_of(size, dtype, mask, with_bias=False)
     grad_out, grad_lse = random_gradients(problem)
+    clean = results_of_backend(cpu, problem, grad_out, grad_lse)
+    visible = visible_keys(problem)[0]
     for place in places(problem):
         if place.name == "bias" and value == -math.inf:
-            continue  # a mask, not poison
+            continue  # a mask
         bad, bad_grad_out = poisoned(problem, grad_out, place, value)
         results = results_of_backend(cpu, bad, bad_grad_out, grad_lse)
-        try:
-            assert_close_to_oracle(results, bad, bad_grad_out, grad_lse, tell_infinities=False)
-        except AssertionError as error:
-            raise AssertionError(f"{value} in {place}: {error}") from None
+        spoilt = spoilt_rows(bad, place)
+        for name in ("grad_query",) if place.name == "grad_out" else ("out", "grad_query"):
+            laundered = spoilt[..., None] & torch.isfinite(results[name][0])
+            assert not laundered.any(), f"{name}, {value} in {place}: finite at {laundered.nonzero()[:5].tolist()}"
+        for name, may_touch in reached(visible, place).items():
+            if name in results:
+                found = results[name][0]
+                touched = may_touch if found.dim() == may_touch.dim() else may_touch[..., None].expand(found.shape)
+                torch.testing.assert_close(
+                    found[~touched], clean[name][0][~touched], rtol=2e-2, atol=1e-2, msg=lambda m, n=name, p=place: f"{n}, {value} in {p}: {m}"
+                )
 
 
 @pytest.mark.parametrize("size", SIZES)
