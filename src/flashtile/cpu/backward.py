@@ -28,7 +28,6 @@ from .call import (
     AT_SCORES,
     AT_SLOPE,
     AT_VALUE,
-    BIAS,
     DELTA,
     GRAD_BIAS,
     GRAD_KEY,
@@ -41,7 +40,6 @@ from .call import (
     KEY_LENGTH,
     KV_HEADS,
     LSE,
-    MASK,
     OUT,
     PROGRESS,
     QUERY,
@@ -59,10 +57,10 @@ from .call import (
     real_field,
 )
 from .exact import backward_exactly
-from .gemm import COLUMNS, multiply
+from .gemm import COLUMNS, Operand, Packed, multiply
 from .gradients import pass_gradients_on, score_gradients
-from .kinds import Kind, compute_size, is_pairs, itemsize, lanes, native
-from .operands import Operand, all_finite, columns_operand, key_operand, lanes_finite
+from .kinds import Kind, compute_size, is_pairs, itemsize, lanes, native, vector_size
+from .operands import all_finite, columns_operand, key_operand, lanes_finite
 from .rows import (
     COUNT,
     FACTOR,
@@ -78,7 +76,7 @@ from .rows import (
     set_rows,
     tensor_at,
 )
-from .scores import finish_scores, is_full
+from .scores import finish_scores, hides_some, whole_quads
 from .simd import fma, load_stored, peek, peek_int64, poke, read, splat
 from .stage import (
     fill,
@@ -135,7 +133,7 @@ def backward(kind: Kind, call: int, scratch: int, task: int) -> None:
     v = key_operand(
         kind, call, VALUE, batch, kv_head, first, keys, VALUE_DIM, scratch + field(call, AT_VALUE)
     )
-    kt = k[0], k[2], k[1], keys
+    kt = Operand(k.address, k.step, k.row, keys)
     if is_pairs(kind):
         kt = columns_operand(
             kind, call, KEY, batch, kv_head, first, keys, HEAD_DIM, scratch + field(call, AT_KEY_COLUMNS)
@@ -222,19 +220,19 @@ def _tile_backward(
                 finite,
             )
     if split == field(call, SPLITS) - 1:
-        locate_rows(call, table, GRAD_QUERY, GRAD_QUERY_ROW, batch, kv_head, start, width)
-        fill(kind, table + FACTOR, row, 1, width, real_field(call, SCALE))
-        unstage_transposed(
-            kind,
-            grad_query,
-            row,
-            table + FACTOR,
-            table + GRAD_QUERY_ROW,
-            field(call, GRAD_QUERY + 4),
-            head_dim,
-            peek_int64(table + COUNT),
-            width,
-        )
+        _store_grad_query(kind, call, table, grad_query, batch, kv_head, start, width)
+
+
+@native
+def _store_grad_query(
+    kind: Kind, call: int, table: int, grad_query: int, batch: int, kv_head: int, start: int, width: int
+) -> None:
+    """dQ of the tile, complete once the last split has added its share."""
+    row, step, head_dim = width * compute_size(kind), field(call, GRAD_QUERY + 4), field(call, HEAD_DIM)
+    locate_rows(call, table, GRAD_QUERY, GRAD_QUERY_ROW, batch, kv_head, start, width)
+    fill(kind, table + FACTOR, row, 1, width, real_field(call, SCALE))
+    factors, targets, rows = table + FACTOR, table + GRAD_QUERY_ROW, peek_int64(table + COUNT)
+    unstage_transposed(kind, grad_query, row, factors, targets, step, head_dim, rows, width)
 
 
 @native
@@ -285,21 +283,19 @@ def _keys_backward(
 ) -> None:
     """The five products for keys [first, first + keys), which start `inside` the split."""
     width, size = COLUMNS * lanes(kind), compute_size(kind)
-    row, table, quads = width * size, scratch + field(call, AT_ROWS), (keys + 3) // 4 * 4
+    row, table = width * size, scratch + field(call, AT_ROWS)
+    k_here = Operand(k.address + inside * k.row, k.row, k.step, k.depth)
+    v_here = Operand(v.address + inside * v.row, v.row, v.step, v.depth)
     scores, grad_scores = scratch + field(call, AT_SCORES), scratch + field(call, AT_GRAD_SCORES)
     query, grad_out = scratch + field(call, AT_QUERY), scratch + field(call, AT_GRAD_OUT)
-    multiply(kind, k[0] + inside * k[1], k[1], k[2], query, row, scores, row, keys, k[3], COLUMNS, False)
-    multiply(
-        kind, v[0] + inside * v[1], v[1], v[2], grad_out, row, grad_scores, row, keys, v[3], COLUMNS, False
-    )
+    multiply(kind, k_here, Packed(query, row), Packed(scores, row), keys, COLUMNS, False)
+    multiply(kind, v_here, Packed(grad_out, row), Packed(grad_scores, row), keys, COLUMNS, False)
     slope, spare = scratch + field(call, AT_SLOPE), scratch + field(call, AT_BIAS)
     finish_scores(kind, call, table, scores, slope, spare, first, keys, width)
-    fill(kind, scores + keys * row, row, quads - keys, width, -math.inf)
-    fill(kind, grad_scores + keys * row, row, quads - keys, width, 0.0)
-    score_gradients(kind, call, scratch, table, first, quads, width)
+    fill(kind, grad_scores + keys * row, row, whole_quads(keys) - keys, width, 0.0)
+    score_gradients(kind, call, scratch, table, first, keys, width)
     pass_gradients_on(kind, call, scratch, table, split, first, keys, width)
-    partial = field(call, MASK) != 0 or field(call, BIAS) != 0 or not is_full(table, first, keys)
-    if partial and not (finite and lanes_finite(kind, call, table)):
+    if hides_some(call, table, first, keys) and not (finite and lanes_finite(kind, call, table)):
         backward_exactly(kind, call, scratch, batch, kv_head, first, inside, keys, grad_query, width)
         return
     _multiply_gradients(kind, call, scratch, inside, keys, grad_query, kt, width)
@@ -312,44 +308,18 @@ def _multiply_gradients(
     """dV += P^T dO, dK += dS^T Q, dQ^T += K^T dS^T."""
     size, head_dim, value_dim = compute_size(kind), field(call, HEAD_DIM), field(call, VALUE_DIM)
     row, key_row, value_row = width * size, padded(kind, head_dim) * size, padded(kind, value_dim) * size
-    p, ds, step, depth = scratch + field(call, AT_SCORES), scratch + field(call, AT_GRAD_SCORES), row, width
-    ds_columns, inner, inside_columns = ds, keys, inside
+    ds_columns = Packed(scratch + field(call, AT_GRAD_SCORES), row)
+    p = Operand(scratch + field(call, AT_SCORES), row, size, width)
+    ds = Operand(scratch + field(call, AT_GRAD_SCORES), row, size, width)
+    kt_here = Operand(kt.address + inside * kt.step, kt.row, kt.step, keys)
     if is_pairs(kind):
-        p, ds = scratch + field(call, AT_ROUNDED), scratch + field(call, AT_GRAD_ROUNDED)
-        step, depth, inner, inside_columns = width * 2, width // 2, (keys + 1) // 2, inside // 2
-    rows = scratch + field(call, AT_GRAD_OUT_ROWS)
-    target = scratch + field(call, AT_GRAD_VALUE) + inside * value_row
-    vectors = padded(kind, value_dim) // lanes(kind)
-    multiply(
-        kind,
-        p,
-        step,
-        4 if is_pairs(kind) else size,
-        rows,
-        value_row,
-        target,
-        value_row,
-        keys,
-        depth,
-        vectors,
-        True,
-    )
-    rows = scratch + field(call, AT_QUERY_ROWS)
-    target = scratch + field(call, AT_GRAD_KEY) + inside * key_row
-    vectors = padded(kind, head_dim) // lanes(kind)
-    multiply(
-        kind,
-        ds,
-        step,
-        4 if is_pairs(kind) else size,
-        rows,
-        key_row,
-        target,
-        key_row,
-        keys,
-        depth,
-        vectors,
-        True,
-    )
-    a = kt[0] + inside_columns * kt[2]
-    multiply(kind, a, kt[1], kt[2], ds_columns, row, grad_query, row, head_dim, inner, COLUMNS, True)
+        p = Operand(scratch + field(call, AT_ROUNDED), 2 * width, 4, width // 2)
+        ds = Operand(scratch + field(call, AT_GRAD_ROUNDED), 2 * width, 4, width // 2)
+        kt_here = Operand(kt.address + inside // 2 * kt.step, kt.row, kt.step, (keys + 1) // 2)
+    rows = Packed(scratch + field(call, AT_GRAD_OUT_ROWS), value_row)
+    target = Packed(scratch + field(call, AT_GRAD_VALUE) + inside * value_row, value_row)
+    multiply(kind, p, rows, target, keys, value_row // vector_size(kind), True)
+    rows = Packed(scratch + field(call, AT_QUERY_ROWS), key_row)
+    target = Packed(scratch + field(call, AT_GRAD_KEY) + inside * key_row, key_row)
+    multiply(kind, ds, rows, target, keys, key_row // vector_size(kind), True)
+    multiply(kind, kt_here, ds_columns, Packed(grad_query, row), head_dim, COLUMNS, True)

@@ -7,11 +7,13 @@ a temporary name and renamed: processes that start together at worst compile twi
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import pickle
 import sys
 import tempfile
+import warnings
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -23,46 +25,51 @@ from numba.core.compiler import CompileResult
 from numba.core.registry import cpu_target
 
 
-def _user() -> object:
-    return os.getuid() if hasattr(os, "getuid") else os.environ.get("USERNAME", "user")
-
-
-def _candidates() -> list[Path]:
-    chosen = os.environ.get("FLASHTILE_CACHE_DIR")
-    if chosen:
-        return [Path(chosen).absolute()]
-    temporary = Path(tempfile.gettempdir()) / f"flashtile-{_user()}"
-    try:
-        home = Path.home()
-    except RuntimeError:  # a container's user without a home
-        return [temporary]
+def _in_home() -> Path:
+    home = Path.home()
     if sys.platform == "win32":
         users = Path(os.environ.get("LOCALAPPDATA", home / "AppData" / "Local"))
     elif sys.platform == "darwin":
         users = home / "Library" / "Caches"
     else:
         users = Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache")
-    return [users / "flashtile", temporary]
+    return users / "flashtile"
 
 
-def _usable(folder: Path) -> bool:
-    """Writable, and ours alone: its files are executed."""
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if hasattr(os, "getuid") and folder.stat().st_uid != os.getuid():
+def _in_temporary() -> Path:
+    user = os.getuid() if hasattr(os, "getuid") else os.environ.get("USERNAME", "user")
+    return Path(tempfile.gettempdir()) / f"flashtile-{user}"
+
+
+def _usable(path: Path) -> bool:
+    """Writable, and by us alone: its files are executed."""
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if hasattr(os, "getuid"):
+        state = path.lstat()
+        if state.st_uid != os.getuid() or state.st_mode & 0o022:
             return False
-        with tempfile.TemporaryFile(dir=folder):
-            return True
-    except OSError:
-        return False
+    with tempfile.TemporaryFile(dir=path):
+        return True
 
 
 @cache
 def folder() -> Path | None:
-    """Where compiled kernels are kept; None if nowhere can be written (kernels are then compiled in each
-    process).
-    """
-    return next((path for path in _candidates() if _usable(path)), None)
+    """Where compiled kernels are kept; None if nowhere can be: they are then compiled in each process."""
+    chosen = os.environ.get("FLASHTILE_CACHE_DIR")
+    places = [lambda: Path(chosen).absolute()] if chosen else [_in_home, _in_temporary]
+    for place in places:
+        # RuntimeError: a user without a home. OSError: read-only, full, or no temporary folder.
+        with contextlib.suppress(OSError, RuntimeError):
+            path = place()
+            if _usable(path):
+                return path
+    if chosen:
+        warnings.warn(
+            f"FLASHTILE_CACHE_DIR={chosen} cannot be used: it must be a folder that only you can write to; "
+            "kernels are compiled in every process",
+            stacklevel=2,
+        )
+    return None
 
 
 @cache
@@ -98,21 +105,22 @@ class DiskCache(_Cache):
         if file is None:
             return None
         try:
-            return CompileResult._rebuild(target_context, *pickle.loads(file.read_bytes()))
-        except FileNotFoundError:
+            content = file.read_bytes()
+        except OSError:
             return None
-        except (OSError, EOFError, pickle.UnpicklingError, ValueError, TypeError):
-            file.unlink(missing_ok=True)  # cut short or unreadable: compile and write it again
+        digest, payload = content[:32], content[32:]
+        if hashlib.sha256(payload).digest() != digest:  # cut short: compile and write it again
             return None
+        return CompileResult._rebuild(target_context, *pickle.loads(payload))
 
     def save_overload(self, sig: Any, data: Any) -> None:
         file = self._file(sig)
         if file is None:
             return
-        part = None
+        payload, part = pickle.dumps(data._reduce()), None
         try:
             with tempfile.NamedTemporaryFile(dir=file.parent, delete=False) as part:
-                part.write(pickle.dumps(data._reduce()))
+                part.write(hashlib.sha256(payload).digest() + payload)
             os.replace(part.name, file)
         except OSError:  # a full disk or a folder that is gone: this process has the code, the next compiles
             if part is not None:

@@ -43,9 +43,8 @@ FIRST, LAST, SLOPES = _fields(3), _fields(3), _fields(3)  # address; batch, row 
 SINKS = _fields(2)  # address; head
 LOWER, UPPER = _fields(1), _fields(1)
 SCALE, SOFTCAP, KEEP_SCALE = (_fields(1) for _ in range(3))  # float64 bits; softcap 0 = none
-DROPOUT_THRESHOLD, SEED_LOW, SEED_HIGH = (
-    _fields(1) for _ in range(3)
-)  # keep words >= threshold; 0 = no dropout
+# DROPOUT: whether there is any; words >= the threshold are kept.
+DROPOUT, DROPOUT_THRESHOLD, SEED_LOW, SEED_HIGH = (_fields(1) for _ in range(4))
 TILES, SPLITS = _fields(1), _fields(1)
 SPLIT_KEYS, SPACE, PROGRESS, GRAD_SLOPES = (_fields(1) for _ in range(4))  # of decode and backward
 TILE_KEYS = _fields(1)
@@ -105,11 +104,15 @@ def describe(problem: AttentionProblem) -> array[int]:
     group = heads // kv_heads if kv_heads else 0
     call[GROUP:QUERY] = array("q", (group, query_length, key_length, head_dim, value.shape[3]))
     put(call, QUERY, [*tensor_fields(query), *tensor_fields(key), *tensor_fields(value)])
-    call[LOWER] = -UNBOUNDED if problem.lower is None else max(-UNBOUNDED, int(problem.lower))
-    call[UPPER] = UNBOUNDED if problem.upper is None else min(UNBOUNDED, int(problem.upper))
+    call[LOWER] = -UNBOUNDED if problem.lower is None else _bound(problem.lower)
+    call[UPPER] = UNBOUNDED if problem.upper is None else _bound(problem.upper)
     call[SCALE] = float_bits(problem.scale)
     _describe_options(call, problem)
     return call
+
+
+def _bound(x: int) -> int:
+    return max(-UNBOUNDED, min(int(x), UNBOUNDED))
 
 
 def _describe_options(call: array[int], problem: AttentionProblem) -> None:
@@ -129,6 +132,7 @@ def _describe_options(call: array[int], problem: AttentionProblem) -> None:
         call[SOFTCAP] = float_bits(problem.softcap)
     if problem.dropout_p:
         # dropout_p = 1 keeps nothing: no word passes but the largest, and that one is scaled by 0.
+        call[DROPOUT] = 1
         call[DROPOUT_THRESHOLD] = min(int(problem.dropout_p * 2**32), 2**32 - 1)
         call[KEEP_SCALE] = float_bits(1.0 / (1.0 - problem.dropout_p) if problem.dropout_p < 1.0 else 0.0)
         call[SEED_LOW] = problem.seed & 0xFFFFFFFF

@@ -16,11 +16,9 @@ from .call import (
     AT_ROWS,
     AT_SCORES,
     AT_VALUE,
-    BIAS,
     HEAD_DIM,
     KEY,
     KV_HEADS,
-    MASK,
     OUT,
     QUERY,
     SINKS,
@@ -28,6 +26,7 @@ from .call import (
     SPLIT_KEYS,
     SPLITS,
     TILE_KEYS,
+    TILES,
     VALUE,
     VALUE_DIM,
     field,
@@ -60,7 +59,7 @@ from .rows import (
     set_rows,
     tensor_at,
 )
-from .scores import LOG2_E, finish_scores, is_full, score_factor
+from .scores import LOG2_E, finish_scores, hides_some, score_factor
 from .simd import copy_int16, load, peek, peek_int64, poke, splat, store
 from .softmax import online_softmax
 from .stage import fill, padded, stage_lanes, stage_natural, unstage_natural
@@ -68,14 +67,21 @@ from .stage import fill, padded, stage_lanes, stage_natural, unstage_natural
 
 @native
 def decode(kind: Kind, call: int, scratch: int, task: int) -> None:
-    """All rows of one key head against one split of its keys; splits of a head follow one another."""
-    heads, splits = field(call, KV_HEADS), field(call, SPLITS)
-    head, split = task // splits, task % splits
-    _decode_split(kind, call, scratch, head // heads, head % heads, split)
+    """One vector of rows of one key head against one split of its keys; splits follow one another."""
+    splits = field(call, SPLITS)
+    block, split = task // splits, task % splits
+    _decode_split(kind, call, scratch, block, split)
     if splits == 1:
-        _finish(kind, call, scratch, head // heads, head % heads)
+        _finish(kind, call, scratch, block)
     else:
         _keep(kind, call, scratch, task)
+
+
+@native
+def _place(kind: Kind, call: int, block: int) -> tuple[int, int, int]:
+    """Batch, key head and first row of a block of rows."""
+    tiles, heads = field(call, TILES), field(call, KV_HEADS)
+    return block // tiles // heads, block // tiles % heads, block % tiles * lanes(kind)
 
 
 @native
@@ -84,16 +90,17 @@ def _out_row(kind: Kind, call: int) -> int:
 
 
 @native
-def _decode_split(kind: Kind, call: int, scratch: int, batch: int, kv_head: int, split: int) -> None:
-    """The online softmax of all rows over one split of keys."""
+def _decode_split(kind: Kind, call: int, scratch: int, block: int, split: int) -> None:
+    """The online softmax of a block of rows over one split of keys."""
+    batch, kv_head, start_row = _place(kind, call, block)
     table, width = scratch + field(call, AT_ROWS), lanes(kind)
-    set_rows(kind, call, table, batch, kv_head, 0, width, False)
-    locate_rows(call, table, QUERY, QUERY_ROW, batch, kv_head, 0, width)
+    set_rows(kind, call, table, batch, kv_head, start_row, width, False)
+    locate_rows(call, table, QUERY, QUERY_ROW, batch, kv_head, start_row, width)
     rows, head_dim = peek_int64(table + COUNT), field(call, HEAD_DIM)
     direct = _reads_keys_directly(kind, call)
     query_row = head_dim * itemsize(kind) if direct else padded(kind, head_dim) * compute_size(kind)
     if direct:
-        _copy_queries(kind, call, table, rows, query_row, scratch + field(call, AT_QUERY))
+        _copy_queries(table, rows, query_row, scratch + field(call, AT_QUERY))
     else:
         step = field(call, QUERY + 4)
         stage_lanes(
@@ -108,7 +115,7 @@ def _decode_split(kind: Kind, call: int, scratch: int, batch: int, kv_head: int,
         0.0,
     )
     fill(kind, scratch + field(call, AT_SCORES), vector_size(kind), field(call, TILE_KEYS), width, 0.0)
-    start_rows(kind, call, table, kv_head, 0, width, field(call, SINKS) if split == 0 else 0)
+    start_rows(kind, call, table, kv_head, start_row, width, field(call, SINKS) if split == 0 else 0)
     start, step = split * field(call, SPLIT_KEYS), field(call, TILE_KEYS)
     low = max(start, peek_int64(table + LOW) // step * step)
     high = min(start + field(call, SPLIT_KEYS), peek_int64(table + HIGH))
@@ -127,7 +134,7 @@ def _reads_keys_directly(kind: Kind, call: int) -> bool:
 
 
 @native
-def _copy_queries(kind: Kind, call: int, table: int, rows: int, query_row: int, target: int) -> None:
+def _copy_queries(table: int, rows: int, query_row: int, target: int) -> None:
     """Rows of Q as they are stored, one behind the other (16-bit units serve every dtype)."""
     for row in range(rows):
         source = peek_int64(table + QUERY_ROW + 8 * row)
@@ -173,12 +180,11 @@ def _decode_keys(
             spare, value, value_row, value_bytes,
         )  # fmt: skip
     finish_scores(kind, call, table, scores, 0, spare, first, keys, width)
-    quads = (keys + 3) // 4 * 4
-    fill(kind, scores + keys * row, row, quads - keys, width, -math.inf)
-    if online_softmax(kind, call, table, scores, score_factor(call), first, quads, width):
+    if online_softmax(kind, call, table, scores, score_factor(call), first, keys, width):
         _rescale_rows(kind, out, out_row, rows, table + FACTOR)
-    partial = field(call, MASK) != 0 or field(call, BIAS) != 0 or not is_full(table, first, keys)
-    if partial and not all_finite(kind, call, VALUE, batch, kv_head, first, keys, VALUE_DIM):
+    if hides_some(call, table, first, keys) and not all_finite(
+        kind, call, VALUE, batch, kv_head, first, keys, VALUE_DIM
+    ):
         size = compute_size(kind)
         accumulate_exactly(kind, call, table, scores, width, out, out_row, size, batch, kv_head, first, keys)
         return
@@ -233,11 +239,12 @@ def _rescale_rows(kind: Kind, out: int, out_row: int, rows: int, factors: int) -
 
 
 @native
-def _finish(kind: Kind, call: int, scratch: int, batch: int, kv_head: int) -> None:
-    """Normalises the rows and writes them, with their LSE."""
+def _finish(kind: Kind, call: int, scratch: int, block: int) -> None:
+    """Normalises the rows of a block and writes them, with their LSE."""
+    batch, kv_head, start_row = _place(kind, call, block)
     table, size = scratch + field(call, AT_ROWS), compute_size(kind)
-    finish_rows(kind, call, table, batch, kv_head, 0, lanes(kind))
-    locate_rows(call, table, OUT, OUT_ROW, batch, kv_head, 0, lanes(kind))
+    finish_rows(kind, call, table, batch, kv_head, start_row)
+    locate_rows(call, table, OUT, OUT_ROW, batch, kv_head, start_row, lanes(kind))
     out, out_row = scratch + field(call, AT_OUT), _out_row(kind, call)
     for r in range(peek_int64(table + COUNT)):
         factor, target = peek(kind, table + FACTOR + r * size), peek_int64(table + OUT_ROW + 8 * r)
@@ -269,22 +276,23 @@ def _keep(kind: Kind, call: int, scratch: int, task: int) -> None:
 
 
 @native
-def merge(kind: Kind, call: int, scratch: int, head: int) -> None:
-    """Combines the states of every split of one head, in order, and finishes its rows."""
+def merge(kind: Kind, call: int, scratch: int, block: int) -> None:
+    """Combines the states of every split of a block of rows, in order, and finishes the rows."""
+    batch, kv_head, start_row = _place(kind, call, block)
     step = score_factor(call) * LOG2_E
     table, size, one = scratch + field(call, AT_ROWS), compute_size(kind), vector_size(kind)
-    heads, splits, out_row = field(call, KV_HEADS), field(call, SPLITS), _out_row(kind, call)
-    set_rows(kind, call, table, head // heads, head % heads, 0, lanes(kind), False)
+    splits, out_row = field(call, SPLITS), _out_row(kind, call)
+    set_rows(kind, call, table, batch, kv_head, start_row, lanes(kind), False)
     rows, out = peek_int64(table + COUNT), scratch + field(call, AT_OUT)
     fill(kind, out, out_row, rows, out_row // size, 0.0)
     for r in range(rows):
         largest, total = -math.inf, 0.0
         for split in range(splits):
-            row_max = peek(kind, _state(kind, call, head * splits + split) + r * size)
+            row_max = peek(kind, _state(kind, call, block * splits + split) + r * size)
             if row_max > largest or math.isnan(row_max):
                 largest = row_max
         for split in range(splits):
-            state = _state(kind, call, head * splits + split)
+            state = _state(kind, call, block * splits + split)
             row_max, row_sum = peek(kind, state + r * size), peek(kind, state + one + r * size)
             if row_max == -math.inf and not math.isnan(row_sum):  # nothing seen in this split
                 continue
@@ -296,4 +304,4 @@ def merge(kind: Kind, call: int, scratch: int, head: int) -> None:
                 store(target + at, load(kind, target + at) + weight * load(kind, source + at))
         poke(kind, table + ROW_MAX + r * size, largest)
         poke(kind, table + ROW_SUM + r * size, total)
-    _finish(kind, call, scratch, head // heads, head % heads)
+    _finish(kind, call, scratch, block)

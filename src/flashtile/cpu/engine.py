@@ -70,6 +70,10 @@ class _Plan(NamedTuple):
 
 _plans: dict[tuple[Any, ...], _Plan] = {}
 _PLANS = 512
+_DECODE_QUERIES = (
+    8  # from here on tiles are faster; the heads of a group do not count, so that bits do not depend on them
+)
+_DECODE_SPLIT_KEYS = 1024
 
 
 def forward(problem: AttentionProblem, out: Tensor, lse: Tensor) -> None:
@@ -124,7 +128,7 @@ def _plan_forward(problem: AttentionProblem, out: Tensor, lse: Tensor) -> _Plan:
     call[c.TILE_KEYS] = tile_keys(head_dim, value_dim)
     work = 2.0 * batch * heads * query_length * key_length * (head_dim + value_dim)
     kind = _KINDS[query.dtype]
-    if query_length * call[c.GROUP] <= kind.lanes:
+    if query_length <= _DECODE_QUERIES:
         return _plan_decode(BFLOAT16 if kind.pairs else kind, call, batch, work)
     width, size = COLUMNS * kind.lanes, kind.compute_size
     call[c.TILES] = -(-query_length * call[c.GROUP] // width)
@@ -143,9 +147,10 @@ def _plan_forward(problem: AttentionProblem, out: Tensor, lse: Tensor) -> _Plan:
 
 
 def _plan_decode(kind: Kind, call: array[int], batch: int, work: float) -> _Plan:
-    """Few query rows: tasks are splits of the keys, merged afterwards."""
-    size, keys, heads = kind.compute_size, call[c.TILE_KEYS], batch * call[c.KV_HEADS]
+    """Few queries: tasks are splits of the keys for one vector of rows each, merged afterwards."""
+    size, keys = kind.compute_size, call[c.TILE_KEYS]
     key_row, value_row = _padded(kind, call[c.HEAD_DIM]) * size, _padded(kind, call[c.VALUE_DIM]) * size
+    call[c.TILES] = -(-call[c.QUERY_LENGTH] * call[c.GROUP] // kind.lanes)
     call[c.SPLIT_KEYS] = _DECODE_SPLIT_KEYS
     splits = call[c.SPLITS] = max(1, -(-call[c.KEY_LENGTH] // _DECODE_SPLIT_KEYS))
     parts = {
@@ -156,15 +161,12 @@ def _plan_decode(kind: Kind, call: array[int], batch: int, work: float) -> _Plan
         c.AT_VALUE: keys * value_row,
         **dict.fromkeys((c.AT_SCORES, c.AT_BIAS), keys * kind.lanes * size),
     }
-    scratch = _lay_out(call, parts)
-    steps = (_Step(entry(decode, kind), heads * splits, scratch, work),)
+    scratch, blocks = _lay_out(call, parts), batch * call[c.KV_HEADS] * call[c.TILES]
+    steps = (_Step(entry(decode, kind), blocks * splits, scratch, work),)
     if splits == 1:
         return _Plan(call, steps, 0)
-    space = kind.lanes * (2 * size + value_row) * heads * splits
-    return _Plan(call, (*steps, _Step(entry(merge, kind), heads, scratch, float(space))), space)
-
-
-_DECODE_SPLIT_KEYS = 1024
+    space = kind.lanes * (2 * size + value_row) * blocks * splits
+    return _Plan(call, (*steps, _Step(entry(merge, kind), blocks, scratch, space / 2)), space)
 
 
 def backward(
@@ -181,10 +183,10 @@ def backward(
     key_length, value_dim = value.shape[2], value.shape[3]
     delta = torch.zeros_like(lse, memory_format=torch.contiguous_format) if grad_lse is None else -grad_lse
     if 0 in (batch, heads, query_length, key_length):
-        _fill_empty(problem, gradients)
+        _fill_empty(gradients)
     else:
         kind, call = _KINDS[query.dtype], c.describe(problem)
-        if grad_out.stride(-1) != 1:
+        if grad_out.stride(-1) != 1:  # that of out.sum(): one number, which tiles would gather one by one
             grad_out = grad_out.contiguous()
         for tensor, at in ((out, c.OUT), (grad_out, c.GRAD_OUT), (gradients.query, c.GRAD_QUERY)):
             c.put(call, at, c.tensor_fields(tensor))
@@ -198,11 +200,11 @@ def backward(
         _run_backward(problem, kind, call, gradients, work)
     if gradients.sinks is not None and problem.sinks is not None:
         # The sink's probability is exp(sink - LSE), and its value is 0: dS = P (0 - delta).
-        share = torch.exp(problem.sinks.view(1, -1, 1) - lse).masked_fill(lse == -torch.inf, 0.0)
-        _sum_into(gradients.sinks, -(share * delta), (0, 2))
+        share = torch.exp(problem.sinks.view(1, -1, 1) - lse)
+        _sum_into(gradients.sinks, (-share * delta).masked_fill(lse == -torch.inf, 0.0), (0, 2))
 
 
-def _fill_empty(problem: AttentionProblem, gradients: Gradients) -> None:
+def _fill_empty(gradients: Gradients) -> None:
     for tensor in (gradients.query, gradients.key, gradients.value, gradients.bias, gradients.alibi_slopes):
         if tensor is not None:
             tensor.zero_()
@@ -212,9 +214,12 @@ def _sum_into(target: Tensor, terms: Tensor, dims: tuple[int, ...]) -> None:
     """Sums on one thread: torch's own sum splits its work by the number of threads, and the bits would
     follow.
     """
-    with np.errstate(invalid="ignore"):  # inf - inf is the right NaN
+    if not dims:
+        target.copy_(terms)
+        return
+    with np.errstate(invalid="ignore", over="ignore"):  # inf - inf is the right NaN
         total = terms.contiguous().numpy().sum(axis=dims)
-    target.copy_(torch.from_numpy(total).view(target.shape) if dims else terms.view(target.shape))
+    target.copy_(torch.from_numpy(total).view(target.shape))
 
 
 def _run_backward(

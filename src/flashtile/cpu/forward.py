@@ -12,13 +12,11 @@ from .call import (
     AT_ROWS,
     AT_SCORES,
     AT_VALUE,
-    BIAS,
     GROUP,
     HEAD_DIM,
     KEY,
     KV_HEADS,
     LSE,
-    MASK,
     OUT,
     QUERY,
     QUERY_LENGTH,
@@ -31,7 +29,7 @@ from .call import (
     field,
 )
 from .exact import accumulate_exactly
-from .gemm import COLUMNS, multiply
+from .gemm import COLUMNS, Packed, multiply
 from .kinds import Kind, compute_size, lanes, native
 from .operands import all_finite, columns_operand, key_operand
 from .rows import (
@@ -45,9 +43,10 @@ from .rows import (
     ROW_SUM,
     locate_rows,
     set_rows,
+    tensor_at,
 )
-from .scores import finish_scores, is_full, score_factor
-from .simd import peek, peek_int64, poke
+from .scores import finish_scores, hides_some, score_factor
+from .simd import peek, peek_int64, poke, rounded
 from .softmax import online_softmax, rescale
 from .stage import fill, padded, stage_query, unstage_transposed
 
@@ -83,7 +82,7 @@ def forward(kind: Kind, call: int, scratch: int, task: int) -> None:
     step, high = field(call, TILE_KEYS), peek_int64(table + HIGH)
     for first in range(peek_int64(table + LOW) // step * step, high, step):
         forward_keys(kind, call, scratch, batch, kv_head, first, min(step, high - first), width)
-    finish_rows(kind, call, table, batch, kv_head, start, width)
+    finish_rows(kind, call, table, batch, kv_head, start)
     unstage_transposed(
         kind,
         out,
@@ -110,25 +109,20 @@ def forward_keys(
         scratch + field(call, AT_OUT),
     )
     spare = scratch + field(call, AT_BIAS)
-    a, a_row, a_col, depth = key_operand(
-        kind, call, KEY, batch, kv_head, first, keys, HEAD_DIM, scratch + field(call, AT_KEY)
-    )
-    multiply(
-        kind, a, a_row, a_col, scratch + field(call, AT_QUERY), row, scores, row, keys, depth, vectors, False
-    )
+    query, tile = Packed(scratch + field(call, AT_QUERY), row), Packed(scores, row)
+    k = key_operand(kind, call, KEY, batch, kv_head, first, keys, HEAD_DIM, scratch + field(call, AT_KEY))
+    multiply(kind, k, query, tile, keys, vectors, False)
     finish_scores(kind, call, table, scores, 0, spare, first, keys, width)
-    quads = (keys + 3) // 4 * 4
-    fill(kind, scores + keys * row, row, quads - keys, width, -math.inf)
-    if online_softmax(kind, call, table, scores, score_factor(call), first, quads, width):
+    if online_softmax(kind, call, table, scores, score_factor(call), first, keys, width):
         rescale(kind, out, value_dim, width, table + FACTOR)
-    partial = field(call, MASK) != 0 or field(call, BIAS) != 0 or not is_full(table, first, keys)
-    if partial and not all_finite(kind, call, VALUE, batch, kv_head, first, keys, VALUE_DIM):
+    if hides_some(call, table, first, keys) and not all_finite(
+        kind, call, VALUE, batch, kv_head, first, keys, VALUE_DIM
+    ):
         accumulate_exactly(kind, call, table, scores, width, out, size, row, batch, kv_head, first, keys)
         return
-    a, a_row, a_col, depth = columns_operand(
-        kind, call, VALUE, batch, kv_head, first, keys, VALUE_DIM, scratch + field(call, AT_VALUE)
-    )
-    multiply(kind, a, a_row, a_col, scores, row, out, row, value_dim, depth, vectors, True)
+    space = scratch + field(call, AT_VALUE)
+    vt = columns_operand(kind, call, VALUE, batch, kv_head, first, keys, VALUE_DIM, space)
+    multiply(kind, vt, tile, Packed(out, row), value_dim, vectors, True)
 
 
 @native
@@ -145,23 +139,15 @@ def start_rows(kind: Kind, call: int, table: int, kv_head: int, start: int, widt
 
 
 @native
-def finish_rows(kind: Kind, call: int, table: int, batch: int, kv_head: int, start: int, width: int) -> None:
+def finish_rows(kind: Kind, call: int, table: int, batch: int, kv_head: int, start: int) -> None:
     """LSE of every row, and in FACTOR what normalises its output (0 where no key was seen)."""
-    group, lse = field(call, GROUP), field(call, LSE)
+    group, unit = field(call, GROUP), rounded(kind, score_factor(call))
     for lane in range(peek_int64(table + COUNT)):
-        at = lane * compute_size(kind)
+        at, row = lane * compute_size(kind), start + lane
         row_sum = peek(kind, table + ROW_SUM + at)
         result, factor = -math.inf, 0.0
         if row_sum != 0.0:
-            result = peek(kind, table + ROW_MAX + at) * score_factor(call) + math.log(row_sum)
+            result = peek(kind, table + ROW_MAX + at) * unit + math.log(row_sum)
             factor = 1.0 / row_sum
         poke(kind, table + FACTOR + at, factor)
-        row = start + lane
-        head = kv_head * group + row % group
-        place = (
-            lse
-            + batch * field(call, LSE + 1)
-            + head * field(call, LSE + 2)
-            + row // group * field(call, LSE + 3)
-        )
-        poke(kind, place, result)
+        poke(kind, tensor_at(call, LSE, batch, kv_head * group + row % group, row // group), result)

@@ -6,10 +6,26 @@ strides are free: K and V are used where they lie. B and C are packed rows of ve
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
-from .kinds import TARGET, Kind, lanes, native, vector_size
+from .kinds import TARGET, Kind, native, vector_size
 from .tiles import tile_operations
+
+
+class Operand(NamedTuple):
+    """A of a product: strides of row and of number (or pair) in bytes; numbers (or pairs) to sum over."""
+
+    address: int
+    row: int
+    step: int
+    depth: int
+
+
+class Packed(NamedTuple):
+    """B or C of a product: rows of vectors, `row` bytes apart."""
+
+    address: int
+    row: int
 
 
 def _make_product(rows: int, columns: int) -> Any:
@@ -17,30 +33,18 @@ def _make_product(rows: int, columns: int) -> Any:
 
     @native
     def product(
-        kind: Kind,
-        a: int,
-        a_row: int,
-        a_col: int,
-        b: int,
-        b_row: int,
-        c: int,
-        c_row: int,
-        first: int,
-        count: int,
-        depth: int,
-        accumulate: bool,
+        kind: Kind, a: Operand, b: Packed, c: Packed, first: int, count: int, accumulate: bool
     ) -> int:
         """Rows [first, count) in steps of `rows`; returns the first row not computed."""
         while first + rows <= count:
-            tile = zeros(kind)
-            column = a + first * a_row
-            for k in range(depth):
-                tile = rank1(kind, tile, column + k * a_col, a_row, b + k * b_row)
+            tile, column, target = zeros(kind), a.address + first * a.row, c.address + first * c.row
+            for k in range(a.depth):
+                tile = rank1(kind, tile, column + k * a.step, a.row, b.address + k * b.row)
             # Sums of a block, then the sum of blocks: long sums lose fewer digits.
             if accumulate:
-                add_tile(kind, tile, c + first * c_row, c_row)
+                add_tile(kind, tile, target, c.row)
             else:
-                store_tile(kind, tile, c + first * c_row, c_row)
+                store_tile(kind, tile, target, c.row)
             first += rows
         return first
 
@@ -55,41 +59,17 @@ _product_narrow_single_row = _make_product(1, 1)
 
 
 @native
-def multiply(
-    kind: Kind,
-    a: int,
-    a_row: int,
-    a_col: int,
-    b: int,
-    b_row: int,
-    c: int,
-    c_row: int,
-    rows: int,
-    depth: int,
-    vectors: int,
-    accumulate: bool,
-) -> None:
-    """c[rows][vectors] (+)= a[rows, depth] @ b[depth][vectors]; all strides in bytes."""
+def multiply(kind: Kind, a: Operand, b: Packed, c: Packed, rows: int, vectors: int, accumulate: bool) -> None:
+    """c[rows][vectors] (+)= a[rows, depth] @ b[depth][vectors]."""
     column = 0
-    while column + COLUMNS <= vectors:
-        shift = column * vector_size(kind)
-        done = _product(kind, a, a_row, a_col, b + shift, b_row, c + shift, c_row, 0, rows, depth, accumulate)
-        _product_single_row(
-            kind, a, a_row, a_col, b + shift, b_row, c + shift, c_row, done, rows, depth, accumulate
-        )
-        column += COLUMNS
     while column < vectors:
         shift = column * vector_size(kind)
-        done = _product_narrow(
-            kind, a, a_row, a_col, b + shift, b_row, c + shift, c_row, 0, rows, depth, accumulate
-        )
-        _product_narrow_single_row(
-            kind, a, a_row, a_col, b + shift, b_row, c + shift, c_row, done, rows, depth, accumulate
-        )
-        column += 1
-
-
-@native
-def row_bytes(kind: Kind, width: int) -> int:
-    """Bytes of a packed row of `width` lanes."""
-    return width // lanes(kind) * vector_size(kind)
+        b_part, c_part = Packed(b.address + shift, b.row), Packed(c.address + shift, c.row)
+        if column + COLUMNS <= vectors:
+            done = _product(kind, a, b_part, c_part, 0, rows, accumulate)
+            _product_single_row(kind, a, b_part, c_part, done, rows, accumulate)
+            column += COLUMNS
+        else:
+            done = _product_narrow(kind, a, b_part, c_part, 0, rows, accumulate)
+            _product_narrow_single_row(kind, a, b_part, c_part, done, rows, accumulate)
+            column += 1

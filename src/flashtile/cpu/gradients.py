@@ -11,7 +11,7 @@ from .call import (
     AT_ROUNDED,
     AT_SCORES,
     AT_SLOPE,
-    DROPOUT_THRESHOLD,
+    DROPOUT,
     GRAD_BIAS,
     GRAD_SLOPES,
     GROUP,
@@ -35,13 +35,12 @@ def score_gradients(
     """Scores become P after dropout, dP becomes dS = P (dP - delta), both in place; hidden entries are
     exactly 0.
 
-    `keys` is padded by the caller to a multiple of 4 with -inf. Pair kinds get P rounded, [key][lane], beside
-    it.
+    Keys go in groups of 4, the last one padded with -inf. Pair kinds get P rounded, [key][lane], beside it.
     """
-    size, factor, nothing = compute_size(kind), splat(kind, score_factor(call)), splat(kind, -math.inf)
+    size, unit, nothing = compute_size(kind), splat(kind, score_factor(call)), splat(kind, -math.inf)
     row, scores, rounded = width * size, scratch + field(call, AT_SCORES), scratch + field(call, AT_ROUNDED)
     to_gradients = field(call, AT_GRAD_SCORES) - field(call, AT_SCORES)
-    dropout, zero, one = field(call, DROPOUT_THRESHOLD) != 0, splat(kind, 0.0), splat(kind, 1.0)
+    dropout, zero, one = field(call, DROPOUT) != 0, splat(kind, 0.0), splat(kind, 1.0)
     log2_e = splat(kind, LOG2_E)
     for lane in range(0, width, lanes(kind)):
         minus_lse, delta = (
@@ -56,7 +55,7 @@ def score_gradients(
                 at = scores + (j + i) * row + lane * size
                 score = load(kind, at)
                 # Hidden entries are 0 even where the row's LSE or delta is NaN.
-                p = select(score == nothing, zero, exp2(kind, fma(score, factor, minus_lse) * log2_e))
+                p = select(score == nothing, zero, exp2(kind, fma(score, unit, minus_lse) * log2_e))
                 dp = load(kind, at + to_gradients)
                 kept = p
                 if dropout:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from .call import GRAD_OUT, HEAD_DIM, QUERY, VALUE_DIM, field
+from .gemm import Operand
 from .kinds import Kind, compute_size, is_pairs, is_widened, itemsize, lanes, native
 from .rows import COUNT, GRAD_OUT_ROW, QUERY_ROW, tensor_at
 from .simd import all_lanes, load_stored, peek_int64, read, splat
 from .stage import padded, stage_natural, stage_row_pairs, stage_stored
-
-# Address; strides of row and of number (or pair); numbers (or pairs) to sum over.
-Operand = tuple[int, int, int, int]
 
 
 @native
@@ -21,15 +19,15 @@ def key_operand(
     source = tensor_at(call, tensor, batch, kv_head, first)
     if is_pairs(kind):
         if count % 2 == 0 and step == 2:
-            return source, row_step, 4, count // 2
+            return Operand(source, row_step, 4, count // 2)
         row = padded(kind, count + 1) * 2
         stage_stored(kind, source, row_step, step, keys, count, space, row)
-        return space, row, 4, (count + 1) // 2
+        return Operand(space, row, 4, (count + 1) // 2)
     if is_widened(kind):
         row = padded(kind, count) * compute_size(kind)
         stage_natural(kind, source, row_step, step, keys, count, space, row)
-        return space, row, compute_size(kind), count
-    return source, row_step, step, count
+        return Operand(space, row, compute_size(kind), count)
+    return Operand(source, row_step, step, count)
 
 
 @native
@@ -41,11 +39,11 @@ def columns_operand(
     source, row = tensor_at(call, tensor, batch, kv_head, first), padded(kind, count) * compute_size(kind)
     if is_pairs(kind):
         stage_row_pairs(kind, source, row_step, step, keys, count, space, row)
-        return space, 4, row, (keys + 1) // 2
+        return Operand(space, 4, row, (keys + 1) // 2)
     if is_widened(kind):
         stage_natural(kind, source, row_step, step, keys, count, space, row)
-        return space, compute_size(kind), row, keys
-    return source, step, row_step, keys
+        return Operand(space, compute_size(kind), row, keys)
+    return Operand(source, step, row_step, keys)
 
 
 @native

@@ -10,6 +10,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from .kinds import I32, I64
+from .llvm import splat_value
 
 _MULTIPLIERS, _WEYL, _ROUNDS = (0xD2511F53, 0xCD9E8D57), (0x9E3779B9, 0xBB67AE85), 10
 
@@ -39,9 +40,7 @@ def keep_factors(
 
     def gen(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
         def splat(x: ir.Value) -> ir.Value:
-            one = b.insert_element(ir.Constant(ints, ir.Undefined), b.trunc(x, I32), ir.Constant(I32, 0))
-            zeros = ir.Constant(ir.VectorType(I32, n), [0] * n)
-            return b.shuffle_vector(one, ir.Constant(ints, ir.Undefined), zeros)
+            return splat_value(b, b.trunc(x, I32), n)
 
         keys = [splat(args[1]), splat(args[2])]
         x = [splat(args[5]), args[3], args[4], ir.Constant(ints, [0] * n)]
@@ -52,10 +51,7 @@ def keep_factors(
             high1, low1 = _multiply_wide(b, x[2], _MULTIPLIERS[1], n)
             x = [b.xor(b.xor(high1, x[1]), keys[0]), low1, b.xor(b.xor(high0, x[3]), keys[1]), low0]
         scalar = ctx.cast(b, args[7], sig.args[7], vector.dtype)
-        one = b.insert_element(ir.Constant(vector.llvm, ir.Undefined), scalar, ir.Constant(I32, 0))
-        kept = b.shuffle_vector(
-            one, ir.Constant(vector.llvm, ir.Undefined), ir.Constant(ir.VectorType(I32, n), [0] * n)
-        )
+        kept = splat_value(b, scalar, n)
         zero, limit = ir.Constant(vector.llvm, [0.0] * n), splat(args[6])
         return cgutils.pack_array(b, [b.select(b.icmp_unsigned(">=", word, limit), kept, zero) for word in x])
 

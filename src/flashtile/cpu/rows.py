@@ -24,17 +24,16 @@ from .kinds import Kind, compute_size, native
 from .simd import peek, peek_int32, peek_int64, poke, poke_int32, poke_int64
 
 # int64 per lane (64 lanes at most)
-QUERY_ROW, OUT_ROW, BIAS_ROW, MASK_ROW, GRAD_OUT_ROW, GRAD_QUERY_ROW, GRAD_BIAS_ROW, LSE_AT, DELTA_AT = (
-    512 * i for i in range(9)
+QUERY_ROW, OUT_ROW, BIAS_ROW, MASK_ROW, GRAD_OUT_ROW, GRAD_QUERY_ROW, GRAD_BIAS_ROW = (
+    512 * i for i in range(7)
 )
 # int32 per lane
-INDEX, FIRST_KEY, LAST_KEY, BATCH_HEAD = (512 * i for i in range(9, 13))
+INDEX, FIRST_KEY, LAST_KEY, BATCH_HEAD = (512 * i for i in range(7, 11))
 # compute numbers per lane
-SLOPE, ROW_MAX, ROW_SUM, FACTOR, ROW_LSE, ROW_DELTA = (512 * i for i in range(13, 19))
-# int64 once: lanes in use; keys seen by some lane [LOW, HIGH) and by every lane [FULL_LOW, FULL_HIGH); head
-# of lane 0
-COUNT, LOW, HIGH, FULL_LOW, FULL_HIGH = (512 * 19 + 8 * i for i in range(5))
-TABLE_BYTES = 512 * 20
+SLOPE, ROW_MAX, ROW_SUM, FACTOR, ROW_LSE, ROW_DELTA = (512 * i for i in range(11, 17))
+# int64 once: lanes in use; keys seen by some lane [LOW, HIGH) and by every lane [FULL_LOW, FULL_HIGH)
+COUNT, LOW, HIGH, FULL_LOW, FULL_HIGH = (512 * 17 + 8 * i for i in range(5))
+TABLE_BYTES = 512 * 18
 
 
 @native

@@ -45,7 +45,7 @@ from .simd import (
     store,
     to_float,
 )
-from .stage import stage_transposed
+from .stage import fill, stage_transposed
 
 LOG2_E = 1.4426950408889634
 
@@ -69,8 +69,8 @@ def finish_scores(
 ) -> None:
     """Applies every option to the tile of Q K^T for keys [start, start + keys).
 
-    `slope` (0 = not wanted) receives the derivative of the softcap; `spare` is a tile for staged bias and
-    mask.
+    Rows behind the last key, up to a multiple of 4, become -inf. `slope` (0 = not wanted) receives the
+    derivative of the softcap; `spare` is a tile for staged bias and mask.
     """
     if field(call, SOFTCAP) != 0:
         _apply_softcap(kind, scores, slope, keys, width, real_field(call, SCALE), real_field(call, SOFTCAP))
@@ -84,6 +84,20 @@ def finish_scores(
         _apply_mask(kind, call, table, scores, spare, start, keys, width)
     if not is_full(table, start, keys):
         _apply_intervals(kind, table, scores, start, keys, width)
+    row = width * compute_size(kind)
+    fill(kind, scores + keys * row, row, whole_quads(keys) - keys, width, -math.inf)
+
+
+@native
+def whole_quads(keys: int) -> int:
+    """keys rounded up to groups of 4, as dropout and pairs of keys take them."""
+    return (keys + 3) // 4 * 4
+
+
+@native
+def hides_some(call: int, table: int, start: int, keys: int) -> bool:
+    """Whether some lane may not see some key of the tile."""
+    return field(call, MASK) != 0 or field(call, BIAS) != 0 or not is_full(table, start, keys)
 
 
 @native

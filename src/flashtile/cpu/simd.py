@@ -170,6 +170,13 @@ def splat(tc: Any, kind: Any, x: Any) -> Any:
 
 
 @intrinsic
+def rounded(tc: Any, kind: Any, x: Any) -> Any:
+    """A number in compute precision."""
+    compute = kind.kind.compute
+    return compute(kind, x), lambda ctx, b, sig, args: ctx.cast(b, args[1], sig.args[1], compute)
+
+
+@intrinsic
 def splat_int(tc: Any, kind: Any, x: Any) -> Any:
     typ = kind.int_vector
 

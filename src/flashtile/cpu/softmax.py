@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from .call import DROPOUT_THRESHOLD, KEEP_SCALE, SEED_HIGH, SEED_LOW, field, real_field
+from .call import DROPOUT, DROPOUT_THRESHOLD, KEEP_SCALE, SEED_HIGH, SEED_LOW, field, real_field
 from .exponential import exp2
 from .kinds import Kind, compute_size, is_pairs, lanes, native, vector_size
 from .philox import keep_factors
@@ -39,7 +39,7 @@ def online_softmax(
 ) -> bool:
     """Scores become unnormalised probabilities, in place (pairs of keys for pair kinds), after dropout.
 
-    `keys` is padded by the caller to a multiple of 4 with -inf. Row maxima (in units of the tile) and sums
+    Keys go in groups of 4, the last one padded with -inf. Row maxima (in units of the tile) and sums
     follow; FACTOR receives what the output must be multiplied by. Returns whether any maximum moved.
     """
     size, moved, step = compute_size(kind), False, splat(kind, factor * LOG2_E)
@@ -80,7 +80,7 @@ def _exponentials(
     keys: int,
 ) -> Any:
     """p = 2**((s - base) * step) for one column of vectors; the sum before dropout is returned."""
-    dropout, total = field(call, DROPOUT_THRESHOLD) != 0, splat(kind, 0.0)
+    dropout, total = field(call, DROPOUT) != 0, splat(kind, 0.0)
     for j in range(0, keys, 4):
         here = at + j * row
         p0 = exp2(kind, (load(kind, here) - base) * step)

@@ -33,6 +33,7 @@ def run(entry: Entry, call: array[int], tasks: int, scratch_bytes: int, work: fl
     step = (scratch_bytes + 127) // 64 * 64
     call[TASKS], call[NEXT_TASK] = tasks, 0
     call[SCRATCH], call[SCRATCH_STEP] = scratch_memory(step * threads), step
+    held = getattr(_local, "memory", None)  # a signal handler that calls us may replace it
     call[LIMIT] = tasks if work < _VISIT_FLOPS else max(1, int(_VISIT_FLOPS * tasks / work))
     at = address(call)
     while call[NEXT_TASK] < tasks:
@@ -41,6 +42,7 @@ def run(entry: Entry, call: array[int], tasks: int, scratch_bytes: int, work: fl
             entry.run(at)
         else:
             _together(entry, at, threads)
+    del held
 
 
 def _together(entry: Entry, call: int, threads: int) -> None:
