@@ -11,7 +11,9 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 
-def python(code: str, *arguments: str, source: Path | None = None, timeout: float = 120, **environment: str) -> str:
+def python(
+    code: str, *arguments: str, source: Path | None = None, timeout: float = 120, **environment: str
+) -> str:
     """What `code` prints; fails with what it wrote to stderr. `source` = folder to import flashtile from."""
     process = start(code, *arguments, source=source, **environment)
     try:
@@ -24,7 +26,9 @@ def python(code: str, *arguments: str, source: Path | None = None, timeout: floa
     return out
 
 
-def start(code: str, *arguments: str, source: Path | None = None, **environment: str) -> subprocess.Popen[str]:
+def start(
+    code: str, *arguments: str, source: Path | None = None, **environment: str
+) -> subprocess.Popen[str]:
     path = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     if source is not None:
         path.insert(0, str(source))

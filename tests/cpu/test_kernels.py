@@ -1,4 +1,4 @@
-"""Forward, backward and decode kernels against the float64 oracle: sizes, options alone and in pairs, layouts.
+"""Forward, backward and decode kernels against the float64 oracle: sizes, options, pairs of them, layouts.
 
 Outputs hold NaN before every call, and so does scratch memory (conftest.py).
 """
@@ -24,7 +24,7 @@ from tests.oracle import (
 )
 from tests.strategies import LAYOUTS, lay_out
 
-# batch, query heads, query length, key length. Few rows take the decode kernel, 1030 keys are two splits of it.
+# batch, query heads, query length, key length. Few queries take the decode kernel, 1030 keys in two splits.
 SIZES = {"tiles": (2, 4, 33, 131), "decode": (2, 4, 2, 1030)}
 
 
@@ -37,8 +37,8 @@ def check(problem: AttentionProblem, with_grad_lse: bool = True) -> None:
 
 
 LENGTHS = [
-    (1, 1), (1, 63), (1, 1023), (3, 3), (3, 1025), (63, 65), (65, 63), (65, 1), (127, 127), (127, 1023), (1023, 127),
-    (2049, 3), (5, 2100),
+    (1, 1), (1, 63), (1, 1023), (3, 3), (3, 1025), (63, 65), (65, 63), (65, 1), (127, 127), (127, 1023),
+    (1023, 127), (2049, 3), (5, 2100),
 ]  # fmt: skip
 
 
@@ -51,7 +51,9 @@ def test_lengths(dtype, query_length, key_length):
     )
 
 
-@pytest.mark.parametrize(("batch", "query_length", "key_length"), [(0, 3, 3), (2, 0, 5), (2, 5, 0), (2, 70, 0), (2, 0, 0)])
+@pytest.mark.parametrize(
+    ("batch", "query_length", "key_length"), [(0, 3, 3), (2, 0, 5), (2, 5, 0), (2, 70, 0), (2, 0, 0)]
+)
 @pytest.mark.parametrize("with_sinks", [False, True])
 def test_nothing_to_attend(dtype, batch, query_length, key_length, with_sinks):
     check(
@@ -176,7 +178,7 @@ def pairs() -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize(("one", "two"), pairs())
 def test_pair_of_options(one, two):
-    # Each pair meets every dtype and both paths with one pair or another: here by turns, in test_random.py by chance.
+    # The dtypes take turns; tests/test_random.py draws both.
     turn = pairs().index((one, two))
     dtype = (torch.float32, torch.bfloat16, torch.float16, torch.float64)[turn % 4]
     check(problem_with("tiles", dtype, one, two))
@@ -214,7 +216,13 @@ def test_mask_broadcasts(size, broadcast):
 def test_extreme_dropout(dtype, size, dropout_p):
     batch, heads, queries, keys = SIZES[size]
     problem = random_problem(
-        batch=batch, heads=heads, query_length=queries, key_length=keys, dtype=dtype, dropout_p=dropout_p, seed=5
+        batch=batch,
+        heads=heads,
+        query_length=queries,
+        key_length=keys,
+        dtype=dtype,
+        dropout_p=dropout_p,
+        seed=5,
     )
     if dropout_p == 1.0:
         results = results_of_backend(cpu, problem, *random_gradients(problem))

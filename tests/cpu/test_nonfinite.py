@@ -1,7 +1,7 @@
 """NaN and infinities in the input reach the rows that see them and nothing else, forward and backward.
 
-What they may reach follows from who sees whom, without any arithmetic: that is the reference here. A NaN reaches
-all of it; an infinity, which arithmetic may turn into a finite number, at least the rows with such a score.
+What they may reach follows from who sees whom, without any arithmetic: that is the reference here. A NaN
+reaches all of it; an infinity, which arithmetic may turn into a finite number, the rows with such a score.
 """
 
 from __future__ import annotations
@@ -79,7 +79,9 @@ def places(problem: AttentionProblem) -> list[Place]:
 def poisoned(
     problem: AttentionProblem, grad_out: Tensor, place: Place, value: float
 ) -> tuple[AttentionProblem, Tensor]:
-    inputs = {name: getattr(problem, name) for name in ("query", "key", "value", "bias")} | {"grad_out": grad_out}
+    inputs = {name: getattr(problem, name) for name in ("query", "key", "value", "bias")} | {
+        "grad_out": grad_out
+    }
     inputs[place.name] = inputs[place.name].clone()
     inputs[place.name][place.index] = value
     grad_out = inputs.pop("grad_out")
@@ -137,8 +139,8 @@ def test_nan_reaches_what_sees_it(dtype, size, mask, with_bias):
                 touched = touched[..., None].expand(found.shape)
             wrong = torch.isnan(found) != touched
             assert not wrong.any(), (
-                f"{name}, NaN in {place}: at {wrong.nonzero()[:5].tolist()} ({int(wrong.sum())} places) found "
-                f"{found[wrong][:5].tolist()}, expected NaN there: {touched[wrong][:5].tolist()}"
+                f"{name}, NaN in {place}: at {wrong.nonzero()[:5].tolist()} ({int(wrong.sum())} places) "
+                f"found {found[wrong][:5].tolist()}, expected NaN there: {touched[wrong][:5].tolist()}"
             )
             untouched = clean[name][0][~touched]
             torch.testing.assert_close(found[~touched], untouched, rtol=2e-2, atol=1e-2)
@@ -175,13 +177,21 @@ def test_infinity_reaches_what_sees_it(dtype, size, mask, value):
         spoilt = spoilt_rows(bad, place)
         for name in ("grad_query",) if place.name == "grad_out" else ("out", "grad_query"):
             laundered = spoilt[..., None] & torch.isfinite(results[name][0])
-            assert not laundered.any(), f"{name}, {value} in {place}: finite at {laundered.nonzero()[:5].tolist()}"
+            assert not laundered.any(), (
+                f"{name}, {value} in {place}: finite at {laundered.nonzero()[:5].tolist()}"
+            )
         for name, may_touch in reached(visible, place).items():
             if name in results:
                 found = results[name][0]
-                touched = may_touch if found.dim() == may_touch.dim() else may_touch[..., None].expand(found.shape)
+                touched = (
+                    may_touch if found.dim() == may_touch.dim() else may_touch[..., None].expand(found.shape)
+                )
                 torch.testing.assert_close(
-                    found[~touched], clean[name][0][~touched], rtol=2e-2, atol=1e-2, msg=lambda m, n=name, p=place: f"{n}, {value} in {p}: {m}"
+                    found[~touched],
+                    clean[name][0][~touched],
+                    rtol=2e-2,
+                    atol=1e-2,
+                    msg=lambda m, n=name, p=place: f"{n}, {value} in {p}: {m}",
                 )
 
 
@@ -203,7 +213,7 @@ def test_nan_in_small_arguments(dtype, size, name):
         grad_lse[0, 1, 0] = math.nan
     results = results_of_backend(cpu, problem, grad_out, grad_lse)
     for result, tensor in results.items():
-        if result.startswith("grad_") and tensor.dim() == 4 or result in ("out", "lse"):
+        if (result.startswith("grad_") and tensor.dim() == 4) or result in ("out", "lse"):
             assert torch.isfinite(tensor[:, 0]).all(), f"{result} of the other head"
     reached = 12 if name == "grad_lse" else queries + 11  # keys that a row with NaN sees
     for result in ("grad_key", "grad_value"):
@@ -216,7 +226,9 @@ def test_nan_in_small_arguments(dtype, size, name):
 def test_a_nan_in_a_split_of_its_own_is_not_lost(dtype):
     """Decoding in splits: the only key of the second split that a row sees is NaN, first of four."""
     first = torch.tensor([[1020]], dtype=torch.int32)
-    problem = random_problem(batch=1, query_length=1, key_length=2048, dtype=dtype, first=first, last=first + 5)
+    problem = random_problem(
+        batch=1, query_length=1, key_length=2048, dtype=dtype, first=first, last=first + 5
+    )
     problem.key[:, :, 1024] = math.nan
     results = results_of_backend(cpu, problem, *random_gradients(problem))
     assert torch.isnan(results["out"]).all()

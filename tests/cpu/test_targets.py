@@ -5,8 +5,8 @@ The results are checked where the processor can run them; for ARM the code is on
 
 from __future__ import annotations
 
-import re
 import platform
+import re
 from typing import NamedTuple
 
 import llvmlite.binding as llvm
@@ -26,7 +26,9 @@ class Restricted(NamedTuple):
 
 _BASE = "+sse,+sse2,+sse3,+ssse3,+sse4.1,+sse4.2,+popcnt,+avx,+avx2,+fma,+f16c,+bmi,+bmi2,+lzcnt"
 TARGETS = {
-    "avx512": Restricted("AVX-512", "skylake-avx512", _BASE + ",+avx512f,+avx512cd,+avx512vl,+avx512bw,+avx512dq"),
+    "avx512": Restricted(
+        "AVX-512", "skylake-avx512", _BASE + ",+avx512f,+avx512cd,+avx512vl,+avx512bw,+avx512dq"
+    ),
     "avx2": Restricted("AVX2", "haswell", _BASE),
     "generic": Restricted("generic", "x86-64", "+sse,+sse2"),
 }
@@ -181,7 +183,11 @@ def llvm_targets() -> set[str]:
         ("arm64-apple-darwin23.4.0", "+neon", "ARM NEON"),
         ("aarch64-unknown-linux-gnu", "", "ARM NEON"),
         ("x86_64-pc-linux-gnu", "+avx512f,+avx512vl,+avx512bw,+avx512dq,+avx2,+fma,+f16c", "AVX-512"),
-        ("x86_64-pc-linux-gnu", "+avx512f,+avx512vl,+avx512bw,+avx512dq,+avx512bf16", "AVX-512 + BF16 dot products"),
+        (
+            "x86_64-pc-linux-gnu",
+            "+avx512f,+avx512vl,+avx512bw,+avx512dq,+avx512bf16",
+            "AVX-512 + BF16 dot products",
+        ),
         ("x86_64-pc-linux-gnu", "+avx512f,-avx512vl,+avx2,+fma,+f16c", "AVX2"),
         ("x86_64-pc-linux-gnu", "+avx2,-fma", "generic"),
         ("riscv64-unknown-linux-gnu", "", "generic"),
