@@ -40,6 +40,7 @@ from .call import (
     KEY_LENGTH,
     KV_HEADS,
     LSE,
+    LSE_REST,
     OUT,
     PROGRESS,
     QUERY,
@@ -72,6 +73,7 @@ from .rows import (
     QUERY_ROW,
     ROW_DELTA,
     ROW_LSE,
+    ROW_REST,
     locate_rows,
     set_rows,
     tensor_at,
@@ -254,13 +256,16 @@ def _load_rows(
     target, target_row = scratch + field(call, AT_GRAD_OUT_ROWS), padded(kind, value_dim) * size
     stage_lanes(kind, grad_out, grad_step, count, value_dim, target, target_row, width)
     for lane in range(width):
-        lse, delta = -math.inf, 0.0
+        lse, rest, delta = -math.inf, 0.0, 0.0
         if lane < count:
             head, query_index = kv_head * group + (start + lane) % group, (start + lane) // group
             lse = peek(kind, tensor_at(call, LSE, batch, head, query_index))
             delta = peek(kind, tensor_at(call, DELTA, batch, head, query_index))
+            if field(call, LSE_REST) != 0:
+                rest = peek(kind, tensor_at(call, LSE_REST, batch, head, query_index))
         # A row that sees nothing has only -inf scores; 0 in place of its LSE keeps their exponentials at 0.
         poke(kind, table + ROW_LSE + lane * size, 0.0 if lse == -math.inf else -lse)
+        poke(kind, table + ROW_REST + lane * size, rest)
         poke(kind, table + ROW_DELTA + lane * size, delta)
 
 

@@ -38,7 +38,8 @@ def _fields(n: int) -> int:
 HEADS, KV_HEADS, GROUP, QUERY_LENGTH, KEY_LENGTH, HEAD_DIM, VALUE_DIM = (_fields(1) for _ in range(7))
 QUERY, KEY, VALUE, OUT, MASK, BIAS, GRAD_OUT = (_fields(5) for _ in range(7))
 GRAD_QUERY, GRAD_KEY, GRAD_VALUE, GRAD_BIAS = (_fields(5) for _ in range(4))
-LSE, DELTA = _fields(4), _fields(4)  # address; batch, head, row
+# Address; batch, head, row. Where LSE_REST is given, LSE holds row maxima and LSE_REST logs of row sums.
+LSE, LSE_REST, DELTA = _fields(4), _fields(4), _fields(4)
 FIRST, LAST, SLOPES = _fields(3), _fields(3), _fields(3)  # address; batch, row (slopes: batch, head)
 SINKS = _fields(2)  # address; head
 LOWER, UPPER = _fields(1), _fields(1)

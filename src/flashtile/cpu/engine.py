@@ -70,19 +70,26 @@ class _Plan(NamedTuple):
 
 _plans: dict[tuple[Any, ...], _Plan] = {}
 _PLANS = 512
-_DECODE_QUERIES = (
-    8  # from here on tiles are faster; the heads of a group do not count, so that bits do not depend on them
-)
+# More queries go in tiles. Heads of a group do not count: no row's bits depend on other heads.
+_DECODE_QUERIES = 8
 _DECODE_SPLIT_KEYS = 1024
 
 
 def forward(problem: AttentionProblem, out: Tensor, lse: Tensor) -> None:
     """Writes O (B, Hq, Sq, Dv) and LSE (B, Hq, Sq) of one problem."""
     plan = _plain_plan(problem, out, lse) if _is_plain(problem) else _plan_forward(problem, out, lse)
+    _execute(plan, problem, out, lse)
+
+
+def _execute(
+    plan: _Plan, problem: AttentionProblem, out: Tensor, lse: Tensor, rest: Tensor | None = None
+) -> None:
     call = plan.call[:]
     call[c.QUERY], call[c.KEY] = problem.query.data_ptr(), problem.key.data_ptr()
     call[c.VALUE] = problem.value.data_ptr()
     call[c.OUT], call[c.LSE] = out.data_ptr(), lse.data_ptr()
+    if rest is not None:
+        c.put(call, c.LSE_REST, c.tensor_fields(rest, 3))
     if plan.space:
         space = torch.empty(plan.space, dtype=torch.uint8, device="cpu")
         call[c.SPACE] = space.data_ptr()
@@ -192,8 +199,10 @@ def backward(
             c.put(call, at, c.tensor_fields(tensor))
         for tensor, at in ((gradients.key, c.GRAD_KEY), (gradients.value, c.GRAD_VALUE)):
             c.put(call, at, c.tensor_fields(tensor))
-        for tensor, at in ((lse, c.LSE), (delta, c.DELTA)):
-            c.put(call, at, c.tensor_fields(tensor, 3))
+        maxima, rest = _split_lse(problem, lse)
+        c.put(call, c.LSE, c.tensor_fields(maxima, 3))
+        c.put(call, c.LSE_REST, c.tensor_fields(rest, 3))
+        c.put(call, c.DELTA, c.tensor_fields(delta, 3))
         size = float(query_length) * value_dim * batch * heads
         run(entry(row_deltas, kind), call, batch * heads, 0, 4 * size)
         work = 4.0 * size * key_length + 6.0 * size / max(value_dim, 1) * head_dim * key_length
@@ -202,6 +211,21 @@ def backward(
         # The sink's probability is exp(sink - LSE), and its value is 0: dS = P (0 - delta).
         share = torch.exp(problem.sinks.view(1, -1, 1) - lse)
         _sum_into(gradients.sinks, (-share * delta).masked_fill(lse == -torch.inf, 0.0), (0, 2))
+
+
+def _split_lse(problem: AttentionProblem, lse: Tensor) -> tuple[Tensor, Tensor | None]:
+    """LSE as it is, or where it is too large to tell rows of many keys from rows of few, in two parts.
+
+    A row whose every key has the bias -1e10, say, has the LSE -1e10 in float32, however many keys there are.
+    Such calls run the forward pass again, for row maxima and logs of row sums.
+    """
+    limit = 1e-3 / torch.finfo(lse.dtype).eps  # P recomputed from a larger LSE would be off by a thousandth
+    if not bool(((lse.abs() > limit) & lse.isfinite()).any()):
+        return lse, None
+    maxima, rest = (torch.empty_like(lse, memory_format=torch.contiguous_format) for _ in range(2))
+    out = problem.query.new_empty(*problem.query.shape[:3], problem.value.shape[3])
+    _execute(_plan_forward(problem, out, maxima), problem, out, maxima, rest)
+    return maxima, rest
 
 
 def _fill_empty(gradients: Gradients) -> None:

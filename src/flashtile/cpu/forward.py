@@ -17,6 +17,7 @@ from .call import (
     KEY,
     KV_HEADS,
     LSE,
+    LSE_REST,
     OUT,
     QUERY,
     QUERY_LENGTH,
@@ -145,9 +146,13 @@ def finish_rows(kind: Kind, call: int, table: int, batch: int, kv_head: int, sta
     for lane in range(peek_int64(table + COUNT)):
         at, row = lane * compute_size(kind), start + lane
         row_sum = peek(kind, table + ROW_SUM + at)
-        result, factor = -math.inf, 0.0
+        row_max, log_sum, factor = -math.inf, 0.0, 0.0
         if row_sum != 0.0:
-            result = peek(kind, table + ROW_MAX + at) * unit + math.log(row_sum)
+            row_max, log_sum = peek(kind, table + ROW_MAX + at) * unit, math.log(row_sum)
             factor = 1.0 / row_sum
         poke(kind, table + FACTOR + at, factor)
-        poke(kind, tensor_at(call, LSE, batch, kv_head * group + row % group, row // group), result)
+        head, query = kv_head * group + row % group, row // group
+        if field(call, LSE_REST) != 0:
+            poke(kind, tensor_at(call, LSE_REST, batch, head, query), log_sum)
+            log_sum = 0.0
+        poke(kind, tensor_at(call, LSE, batch, head, query), row_max + log_sum)

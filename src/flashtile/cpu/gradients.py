@@ -21,7 +21,7 @@ from .call import (
 )
 from .exponential import exp2
 from .kinds import Kind, compute_size, is_pairs, lanes, native, vector_size
-from .rows import BATCH_HEAD, COUNT, GRAD_BIAS_ROW, ROW_DELTA, ROW_LSE
+from .rows import BATCH_HEAD, COUNT, GRAD_BIAS_ROW, ROW_DELTA, ROW_LSE, ROW_REST
 from .scores import LOG2_E, alibi_distance, score_factor
 from .simd import fma, load, peek, peek_int32, peek_int64, poke, select, splat, store
 from .softmax import dropout_factors
@@ -43,10 +43,9 @@ def score_gradients(
     dropout, zero, one = field(call, DROPOUT) != 0, splat(kind, 0.0), splat(kind, 1.0)
     log2_e = splat(kind, LOG2_E)
     for lane in range(0, width, lanes(kind)):
-        minus_lse, delta = (
-            load(kind, table + ROW_LSE + lane * size),
-            load(kind, table + ROW_DELTA + lane * size),
-        )
+        minus_lse = load(kind, table + ROW_LSE + lane * size)
+        rest = load(kind, table + ROW_REST + lane * size)
+        delta = load(kind, table + ROW_DELTA + lane * size)
         for j in range(0, keys, 4):
             factors = (one, one, one, one)
             if dropout:
@@ -55,7 +54,7 @@ def score_gradients(
                 at = scores + (j + i) * row + lane * size
                 score = load(kind, at)
                 # Hidden entries are 0 even where the row's LSE or delta is NaN.
-                p = select(score == nothing, zero, exp2(kind, fma(score, unit, minus_lse) * log2_e))
+                p = select(score == nothing, zero, exp2(kind, (fma(score, unit, minus_lse) - rest) * log2_e))
                 dp = load(kind, at + to_gradients)
                 kept = p
                 if dropout:

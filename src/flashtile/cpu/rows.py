@@ -30,10 +30,10 @@ QUERY_ROW, OUT_ROW, BIAS_ROW, MASK_ROW, GRAD_OUT_ROW, GRAD_QUERY_ROW, GRAD_BIAS_
 # int32 per lane
 INDEX, FIRST_KEY, LAST_KEY, BATCH_HEAD = (512 * i for i in range(7, 11))
 # compute numbers per lane
-SLOPE, ROW_MAX, ROW_SUM, FACTOR, ROW_LSE, ROW_DELTA = (512 * i for i in range(11, 17))
+SLOPE, ROW_MAX, ROW_SUM, FACTOR, ROW_LSE, ROW_REST, ROW_DELTA = (512 * i for i in range(11, 18))
 # int64 once: lanes in use; keys seen by some lane [LOW, HIGH) and by every lane [FULL_LOW, FULL_HIGH)
-COUNT, LOW, HIGH, FULL_LOW, FULL_HIGH = (512 * 17 + 8 * i for i in range(5))
-TABLE_BYTES = 512 * 18
+COUNT, LOW, HIGH, FULL_LOW, FULL_HIGH = (512 * 18 + 8 * i for i in range(5))
+TABLE_BYTES = 512 * 19
 
 
 @native
