@@ -175,6 +175,21 @@ def test_neighbours_in_the_batch_do_not_matter(dtype):
     assert_same_bits({n: second[n][1] for n in names}, {n: first[n][1] for n in names}, "beside NaN")
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_large_scores_beside_do_not_matter(dtype, with_bias):
+    """Nor does an LSE so large that float32 cannot tell its row's probabilities from it."""
+    bias = (2, 4, 70, 140) if with_bias else None
+    problem = seeded_problem(batch=2, query_length=70, key_length=140, dtype=dtype, random_bias=bias)
+    first = run(problem)
+    problem.query[0] *= 1e4
+    problem.key[0] *= 1e2
+    second = run(problem)
+    assert second["lse"][0].abs().max() > 1e5
+    names = ("out", "lse", "grad_query", "grad_key", "grad_value")
+    assert_same_bits({n: second[n][1] for n in names}, {n: first[n][1] for n in names}, "beside large scores")
+
+
 @pytest.fixture
 def visits(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """For every kernel run: its tasks, and the threads that came to take them."""

@@ -27,7 +27,8 @@ def test_a_row_whose_keys_all_have_a_low_bias_attends_to_all_of_them(dtype, low,
     mean = value.detach().double().mean(2, keepdim=True).expand(1, 2, query_length, 16)
     torch.testing.assert_close(out.detach().double(), mean, rtol=tolerance, atol=tolerance)
     share = torch.full(value.shape, query_length / keys, dtype=torch.float64)
-    rtol = 1e-3 if low == "-1e4" and dtype != torch.float64 else tolerance  # half a step of float32 there
+    # Up to an LSE of 2**13 (float64: 2**20) its rounding is in P: half a step.
+    rtol = max(tolerance, {"-1e4": 5e-4 if dtype == torch.float32 else 1e-10}.get(low, 0.0))
     torch.testing.assert_close(grad_value.double(), share, rtol=rtol, atol=0)
     assert bool(lse.isfinite().all())
 

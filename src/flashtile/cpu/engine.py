@@ -219,7 +219,8 @@ def _split_lse(problem: AttentionProblem, lse: Tensor) -> tuple[Tensor, Tensor |
     A row whose every key has the bias -1e10, say, has the LSE -1e10 in float32, however many keys there are.
     Such calls run the forward pass again, for row maxima and logs of row sums.
     """
-    limit = 1e-3 / torch.finfo(lse.dtype).eps  # P recomputed from a larger LSE would be off by a thousandth
+    # P recomputed from a larger LSE would be off by more than 5e-4 (float64: 1e-10).
+    limit = 2.0**13 if lse.dtype == torch.float32 else 2.0**20
     if not bool(((lse.abs() > limit) & lse.isfinite()).any()):
         return lse, None
     maxima, rest = (torch.empty_like(lse, memory_format=torch.contiguous_format) for _ in range(2))
