@@ -214,19 +214,19 @@ def backward(
 
 
 def _split_lse(problem: AttentionProblem, lse: Tensor) -> tuple[Tensor, Tensor | None]:
-    """LSE as it is, or where it is too large to tell rows of many keys from rows of few, in two parts.
+    """LSE as it is; in two parts for rows where it is too large to tell many keys from few.
 
     A row whose every key has the bias -1e10, say, has the LSE -1e10 in float32, however many keys there are.
-    Such calls run the forward pass again, for row maxima and logs of row sums.
+    For such rows the forward pass runs again and keeps the row maximum and the log of the row sum apart.
     """
     # P recomputed from a larger LSE would be off by more than 5e-4 (float64: 1e-10).
-    limit = 2.0**13 if lse.dtype == torch.float32 else 2.0**20
-    if not bool(((lse.abs() > limit) & lse.isfinite()).any()):
+    large = (lse.abs() > (2.0**13 if lse.dtype == torch.float32 else 2.0**20)) & lse.isfinite()
+    if not bool(large.any()):
         return lse, None
     maxima, rest = (torch.empty_like(lse, memory_format=torch.contiguous_format) for _ in range(2))
     out = problem.query.new_empty(*problem.query.shape[:3], problem.value.shape[3])
     _execute(_plan_forward(problem, out, maxima), problem, out, maxima, rest)
-    return maxima, rest
+    return torch.where(large, maxima, lse), torch.where(large, rest, 0.0)
 
 
 def _fill_empty(gradients: Gradients) -> None:

@@ -11,7 +11,6 @@ from typing import Any
 from .call import (
     BIAS,
     KEY_LENGTH,
-    LSE_REST,
     MASK,
     QUERY_LENGTH,
     SCALE,
@@ -59,9 +58,9 @@ def score_factor(call: int) -> float:
 
 @native
 def _scaled_first(call: int) -> bool:
-    """Whether the tile itself is scaled: options and exact maxima need natural units; sinks, a scale > 0."""
+    """Whether the tile itself is scaled: options need natural units; maxima and sinks, a scale above 0."""
     options = field(call, SOFTCAP) != 0 or field(call, BIAS) != 0 or field(call, SLOPES) != 0
-    return options or field(call, LSE_REST) != 0 or real_field(call, SCALE) < 1e-6
+    return options or real_field(call, SCALE) < 1e-6
 
 
 @native
