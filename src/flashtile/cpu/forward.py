@@ -22,7 +22,6 @@ from .call import (
     QUERY,
     QUERY_LENGTH,
     SINKS,
-    TASKS,
     TILE_KEYS,
     TILES,
     VALUE,
@@ -66,10 +65,14 @@ def used_width(kind: Kind, call: int, start: int) -> int:
 
 @native
 def forward(kind: Kind, call: int, scratch: int, task: int) -> None:
-    """O and LSE of one tile of rows of one key head; late rows, the heaviest of a causal call, first."""
-    heads, parallel = field(call, KV_HEADS), field(call, TASKS) // field(call, TILES)
-    batch, kv_head = task % parallel // heads, task % parallel % heads
-    start = (field(call, TILES) - 1 - task // parallel) * tile_width(kind)
+    """O and LSE of one tile of rows of one key head.
+
+    Tiles of a head follow one another, so that its K and V stay in the cache; late rows, the heaviest of a
+    causal call, come first.
+    """
+    heads, tiles = field(call, KV_HEADS), field(call, TILES)
+    batch, kv_head = task // tiles // heads, task // tiles % heads
+    start = (tiles - 1 - task % tiles) * tile_width(kind)
     width, size = used_width(kind, call, start), compute_size(kind)
     row, value_dim = width * size, field(call, VALUE_DIM)
     table, out = scratch + field(call, AT_ROWS), scratch + field(call, AT_OUT)
