@@ -137,7 +137,7 @@ print(machine.emit_assembly(module))
 """
 
 # What any aarch64 process with Python and Numba in it has: libc, libm and the two themselves.
-AVAILABLE = re.compile(r"log2f?|powf?|exp2f?|mem(cpy|set|move)|sched_yield|_?Py\w+|NRT_\w+|numba_\w+")
+AVAILABLE = re.compile(r"log2?f?|powf?|exp2f?|mem(cpy|set|move)|sched_yield|_?Py\w+|NRT_\w+|numba_\w+")
 
 
 @pytest.mark.slow
