@@ -203,10 +203,9 @@ def backward(
         c.put(call, c.LSE, c.tensor_fields(maxima, 3))
         c.put(call, c.LSE_REST, c.tensor_fields(rest, 3))
         c.put(call, c.DELTA, c.tensor_fields(delta, 3))
-        size = float(query_length) * value_dim * batch * heads
-        run(entry(row_deltas, kind), call, batch * heads, 0, 4 * size)
-        work = 4.0 * size * key_length + 6.0 * size / max(value_dim, 1) * head_dim * key_length
-        _run_backward(problem, kind, call, gradients, work)
+        rows = float(batch * heads * query_length)
+        run(entry(row_deltas, kind), call, batch * heads, 0, 4 * rows * value_dim)
+        _run_backward(problem, kind, call, gradients, rows * key_length * (4 * value_dim + 6 * head_dim))
     if gradients.sinks is not None and problem.sinks is not None:
         # The sink's probability is exp(sink - LSE), and its value is 0: dS = P (0 - delta).
         share = torch.exp(problem.sinks.view(1, -1, 1) - lse)
