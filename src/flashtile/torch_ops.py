@@ -16,17 +16,46 @@ from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 
 from flashtile import dispatch, torch_vmap
+from flashtile.masks.arguments import values_known
 from flashtile.problem import AttentionProblem, Gradients, compute_dtype, default_scale
+from flashtile.ragged import check_problem
 
 _LIBRARY: Any = torch.library.Library("flashtile", "DEF")  # type: ignore[no-untyped-call]
 _PROBLEM_SCHEMA = (
     "Tensor query, Tensor key, Tensor value, Tensor? first, Tensor? last, Tensor? mask, Tensor? bias, "
-    "Tensor? alibi_slopes, Tensor? sinks, Tensor? seed, float? scale, float? softcap, SymInt? lower, "
-    "SymInt? upper, float dropout_p"
+    "Tensor? alibi_slopes, Tensor? sinks, Tensor? seed, Tensor? query_starts, Tensor? key_starts, "
+    "Tensor? key_lengths, Tensor? batch_index, Tensor? block_table, float? scale, float? softcap, "
+    "SymInt? lower, SymInt? upper, float dropout_p"
 )
 # Positions of the differentiable inputs in the schema above, in the order of the backward's results.
 _DIFFERENTIABLE = (0, 1, 2, 6, 7, 8)
-_TENSORS = 10
+_TENSORS = 15
+
+
+_KEYS = torch._C.DispatchKey
+_INCLUDED = torch._C.DispatchKeySet(_KEYS.BackendSelect)
+_INCLUDED_KEYS = (_INCLUDED.raw_repr(), _INCLUDED.add(_KEYS.ADInplaceOrView).raw_repr())
+
+
+def undisturbed(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether a backend may be called past PyTorch's dispatcher: nobody would notice, and it costs less.
+
+    Nobody does if no gradient is recorded, the tensors are ordinary CPU tensors (no subclass, nothing lazy)
+    and no mode, transform, tracer or profiler is active.
+    """
+    if torch.compiler.is_compiling() or (
+        torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
+    ):
+        return False
+    return (
+        type(query) is type(key) is type(value) is Tensor
+        and query.is_cpu
+        and not (query.is_neg() or key.is_neg() or value.is_neg())
+        and torch._C._dispatch_tls_local_include_set().raw_repr() in _INCLUDED_KEYS
+        and not torch._C._len_torch_function_stack()
+        and not torch._C._autograd._profiler_enabled()
+        and forward_ad._current_level < 0
+    )
 
 
 def forward(problem: AttentionProblem) -> tuple[Tensor, Tensor]:
@@ -46,6 +75,10 @@ def backward(
     wanted: Sequence[bool] = (True,) * 6,
 ) -> Gradients:
     """Allocate the gradients of ``problem`` (query, key and value always) and let its backend fill them."""
+    if problem.key_lengths is not None:
+        raise NotImplementedError(
+            "flashtile: attention over a cache (key_lengths, block_table) has no gradient"
+        )
     gradients = Gradients(
         query=torch.empty_like(problem.query),
         key=torch.empty_like(problem.key),
@@ -93,6 +126,11 @@ def _problem(
     alibi_slopes: Tensor | None,
     sinks: Tensor | None,
     seed: Tensor | None,
+    query_starts: Tensor | None,
+    key_starts: Tensor | None,
+    key_lengths: Tensor | None,
+    batch_index: Tensor | None,
+    block_table: Tensor | None,
     scale: float | None,
     softcap: float | None,
     lower: int | None,
@@ -102,10 +140,13 @@ def _problem(
     # The default is no number until here, where head_dim is one even if a compiled graph leaves it open.
     scale = default_scale(query) if scale is None else scale
     number = 0 if seed is None else int(seed.item())
-    return AttentionProblem(
+    problem = AttentionProblem(
         query, key, value, scale, softcap, lower, upper, first, last, mask, bias, alibi_slopes, sinks,
-        dropout_p, number,
+        dropout_p, number, query_starts, key_starts, key_lengths, batch_index, block_table,
     )  # fmt: skip
+    if problem.ragged and values_known(query):
+        check_problem(problem)
+    return problem
 
 
 def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:

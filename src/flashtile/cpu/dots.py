@@ -31,7 +31,7 @@ from .llvm import (
     splat_value,
     widen_value,
 )
-from .simd import peek, poke, prefetch, store
+from .simd import peek, peek_int64, poke, prefetch, store
 from .tiles import sum_lanes, tile_operations
 
 
@@ -153,12 +153,12 @@ def score_rows(
     score_row: int,
     spare: int,
     ahead: int,
-    ahead_row: int,
     ahead_bytes: int,
 ) -> None:
     """scores[key][row] = K Q^T for few rows: blocks of 4, 2 and 1 rows, as many keys as registers allow.
 
-    Meanwhile `ahead_bytes` of each row at `ahead`, the values of the same keys, are on their way from memory.
+    Meanwhile `ahead_bytes` of each row whose address is in `ahead`, the values of the same keys, are on their
+    way from memory.
     """
     row, size = 0, compute_size(kind)
     while row < rows:
@@ -172,7 +172,7 @@ def score_rows(
                 source, to = key + first * key_row, target + first * score_row
                 if row == 0:
                     for i in range(first, first + per):
-                        prefetch(ahead + i * ahead_row, ahead_bytes)
+                        prefetch(peek_int64(ahead + 8 * i), ahead_bytes)
                 if block == 4:
                     _dots_4(kind, source, key_row, queries, query_row, length, to, score_row, spare)
                 elif block == 2:
@@ -230,19 +230,18 @@ def _make_weigh(rows: int, columns: int) -> Any:
         kind: Kind,
         weights: int,
         weight_row: int,
-        value: int,
-        value_row: int,
+        values: int,
+        shift: int,
         keys: int,
         out: int,
         out_row: int,
         ahead: int,
-        ahead_row: int,
         ahead_bytes: int,
     ) -> None:
         tile = zeros(kind)
         for j in range(keys):
-            prefetch(ahead + j * ahead_row, ahead_bytes)
-            tile = step(kind, tile, weights + j * weight_row, value + j * value_row)
+            prefetch(peek_int64(ahead + 8 * j), ahead_bytes)
+            tile = step(kind, tile, weights + j * weight_row, peek_int64(values + 8 * j) + shift)
         add_tile(kind, tile, out, out_row)
 
     return weigh
@@ -258,20 +257,20 @@ def weigh_rows(
     kind: Kind,
     weights: int,
     weight_row: int,
-    value: int,
-    value_row: int,
+    values: int,
     keys: int,
     rows: int,
     vectors: int,
     out: int,
     out_row: int,
     ahead: int,
-    ahead_row: int,
     ahead_bytes: int,
 ) -> None:
     """O[row][d] += sum over keys of P[key][row] V[key][d]; V in whole vectors of its own dtype.
 
-    Meanwhile `ahead_bytes` of each row at `ahead`, the next keys, are on their way from memory.
+    `values` holds the address of every row of V, so that its bits do not depend on where the rows lie.
+    Meanwhile `ahead_bytes` of each row whose address is in `ahead`, the next keys, are on their way from
+    memory.
     """
     row, size = 0, compute_size(kind)
     while row < rows:
@@ -279,16 +278,16 @@ def weigh_rows(
         column = 0
         while column < vectors:
             wide = 4 if vectors - column >= 4 else 1
-            p, v = weights + row * size, value + column * lanes(kind) * itemsize(kind)
+            p, shift = weights + row * size, column * lanes(kind) * itemsize(kind)
             to = out + row * out_row + column * vector_size(kind)
             size_ahead = ahead_bytes if row == 0 and column == 0 else 0
             if block == 4 and wide == 4:
-                _weigh_4_4(kind, p, weight_row, v, value_row, keys, to, out_row, ahead, ahead_row, size_ahead)
+                _weigh_4_4(kind, p, weight_row, values, shift, keys, to, out_row, ahead, size_ahead)
             elif block == 4:
-                _weigh_4_1(kind, p, weight_row, v, value_row, keys, to, out_row, ahead, ahead_row, size_ahead)
+                _weigh_4_1(kind, p, weight_row, values, shift, keys, to, out_row, ahead, size_ahead)
             elif wide == 4:
-                _weigh_1_4(kind, p, weight_row, v, value_row, keys, to, out_row, ahead, ahead_row, size_ahead)
+                _weigh_1_4(kind, p, weight_row, values, shift, keys, to, out_row, ahead, size_ahead)
             else:
-                _weigh_1_1(kind, p, weight_row, v, value_row, keys, to, out_row, ahead, ahead_row, size_ahead)
+                _weigh_1_1(kind, p, weight_row, values, shift, keys, to, out_row, ahead, size_ahead)
             column += wide
         row += block

@@ -12,9 +12,10 @@ from typing import Any
 
 from llvmlite import ir
 from numba import types
+from numba.core import cgutils
 from numba.extending import intrinsic, overload
 
-from .kinds import I16, I64, SCALARS, VectorType, native
+from .kinds import I8, I64, SCALARS, VectorType, native
 from .llvm import (
     call,
     fma_value,
@@ -129,12 +130,12 @@ peek_int32, poke_int32 = _scalar_memory(types.int32)
 
 
 @intrinsic
-def copy_int16(tc: Any, source: Any, target: Any) -> Any:
+def copy_bytes(tc: Any, source: Any, target: Any, count: Any) -> Any:
     def gen(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
-        b.store(b.load(pointer(b, args[0], I16), align=2), pointer(b, args[1], I16), align=2)
+        cgutils.raw_memcpy(b, pointer(b, args[1], I8), pointer(b, args[0], I8), args[2], 1)
         return ctx.get_dummy_value()
 
-    return types.void(types.int64, types.int64), gen
+    return types.void(types.int64, types.int64, types.int64), gen
 
 
 @intrinsic
