@@ -32,7 +32,7 @@ from .call import (
     VALUE_DIM,
     field,
 )
-from .dots import score_rows, weigh_rows
+from .dots import score_rows, stream_order, weigh_rows
 from .exact import accumulate_exactly
 from .forward import finish_rows, start_rows
 from .kinds import (
@@ -40,6 +40,7 @@ from .kinds import (
     compute_kind,
     compute_size,
     dot_kind,
+    is_pairs,
     itemsize,
     lanes,
     native,
@@ -60,10 +61,10 @@ from .rows import (
     set_rows,
 )
 from .scores import LOG2_E, finish_scores, hides_some, score_factor
-from .sequences import key_at, list_keys, place_of, run_length
-from .simd import load, peek, peek_int64, poke, poke_int64, splat, store
+from .sequences import list_keys, place_of
+from .simd import load, peek, peek_int64, poke, splat, store
 from .softmax import online_softmax
-from .stage import copy_numbers, fill, padded, stage_lanes, stage_natural, unstage_natural
+from .stage import copy_numbers, fill, padded, stage_lanes, stage_listed, unstage_natural
 
 
 @native
@@ -93,10 +94,10 @@ def _decode_split(
     set_rows(kind, call, table, batch, kv_head, start_row, width, False)
     locate_rows(call, table, QUERY, QUERY_ROW, batch, kv_head, start_row, width)
     rows, head_dim = peek_int64(table + COUNT), field(call, HEAD_DIM)
-    direct = _reads_keys_directly(kind, call)
-    query_row = head_dim * itemsize(kind) if direct else padded(kind, head_dim) * compute_size(kind)
-    query, step = scratch + field(call, AT_QUERY), field(call, QUERY + 4)
-    if direct:
+    direct, step = _reads_keys_directly(kind, call), field(call, QUERY + 4)
+    query, query_row = scratch + field(call, AT_QUERY), padded(kind, head_dim) * compute_size(kind)
+    if direct and is_pairs(dot_kind(kind)):
+        query_row = head_dim * itemsize(kind)
         for row in range(rows):
             copy_numbers(
                 kind, peek_int64(table + QUERY_ROW + 8 * row), step, head_dim, query + row * query_row
@@ -172,48 +173,37 @@ def _score_keys(
     direct: bool,
     query_row: int,
 ) -> None:
-    """Scores of a tile of keys, one run of rows in memory after the other."""
+    """Scores of a tile of keys, wherever their rows lie; also fixes the order of the tile's keys."""
     scores, spare = scratch + field(call, AT_SCORES), scratch + field(call, AT_BIAS)
-    query, staged, row = scratch + field(call, AT_QUERY), scratch + field(call, AT_KEY), vector_size(kind)
-    key_row, head_dim, done = field(call, KEY + 3), field(call, HEAD_DIM), 0
-    values, value_bytes = scratch + field(call, AT_ADDRESSES), field(call, VALUE_DIM) * itemsize(kind)
-    list_keys(call, VALUE, batch, kv_head, first, keys, values)
-    while done < keys:
-        run, to = run_length(call, first + done, keys - done), scores + done * row
-        key = key_at(call, KEY, batch, kv_head, first + done)
-        if direct:
-            score_rows(
-                dot_kind(kind), key, key_row, query, query_row, query_row, run, rows, to, row,
-                spare, values + 8 * done, value_bytes,
-            )  # fmt: skip
-        else:
-            stage_natural(kind, key, key_row, field(call, KEY + 4), run, head_dim, staged, query_row)
-            score_rows(
-                compute_kind(kind), staged, query_row, query, query_row, query_row, run, rows, to, row,
-                spare, values + 8 * done, value_bytes,
-            )  # fmt: skip
-        done += run
+    query, row, head_dim = scratch + field(call, AT_QUERY), vector_size(kind), field(call, HEAD_DIM)
+    order = scratch + field(call, AT_ADDRESSES)
+    listed = order + 8 * field(call, TILE_KEYS)
+    stream_order(order, keys)
+    list_keys(call, KEY, batch, kv_head, first, keys, listed)
+    if direct:
+        length = head_dim * itemsize(kind)
+        score_rows(dot_kind(kind), listed, order, query, query_row, length, keys, rows, scores, row, spare)
+        return
+    stage_listed(kind, listed, keys, field(call, KEY + 4), head_dim, scratch + field(call, AT_KEY), query_row)
+    score_rows(compute_kind(kind), listed, order, query, query_row, query_row, keys, rows, scores, row, spare)
 
 
 @native
 def _weigh_values(
     kind: Kind, call: int, scratch: int, batch: int, kv_head: int, first: int, keys: int, rows: int
 ) -> None:
-    """O += P V for a tile of keys, whose values _score_keys has listed."""
+    """O += P V for the tile of keys that _score_keys has put in order."""
     scores, row = scratch + field(call, AT_SCORES), vector_size(kind)
     out, out_row, step = scratch + field(call, AT_OUT), _out_row(kind, call), field(call, VALUE + 4)
     value_dim, vectors = field(call, VALUE_DIM), padded(kind, field(call, VALUE_DIM)) // lanes(kind)
-    values, tile_keys = scratch + field(call, AT_ADDRESSES), field(call, TILE_KEYS)
-    ahead, key_bytes = values + 8 * tile_keys, field(call, HEAD_DIM) * itemsize(kind)
-    list_keys(call, KEY, batch, kv_head, first + tile_keys, keys, ahead)
+    order = scratch + field(call, AT_ADDRESSES)
+    listed = order + 8 * field(call, TILE_KEYS)
+    list_keys(call, VALUE, batch, kv_head, first, keys, listed)
     if value_dim % lanes(kind) == 0 and step == itemsize(kind):
-        weigh_rows(kind, scores, row, values, keys, rows, vectors, out, out_row, ahead, key_bytes)
+        weigh_rows(kind, scores, row, listed, order, keys, rows, vectors, out, out_row)
         return
-    staged = scratch + field(call, AT_VALUE)
-    for j in range(keys):
-        stage_natural(kind, peek_int64(values + 8 * j), 0, step, 1, value_dim, staged + j * out_row, out_row)
-        poke_int64(values + 8 * j, staged + j * out_row)
-    weigh_rows(compute_kind(kind), scores, row, values, keys, rows, vectors, out, out_row, ahead, key_bytes)
+    stage_listed(kind, listed, keys, step, value_dim, scratch + field(call, AT_VALUE), out_row)
+    weigh_rows(compute_kind(kind), scores, row, listed, order, keys, rows, vectors, out, out_row)
 
 
 @native

@@ -170,7 +170,7 @@ def _forward_step(kind: Kind, call: array[int], tasks: int, work: float) -> Step
 def _plan_decode(
     kind: Kind, call: array[int], merge_call: array[int], tasks: int, merged: int, work: float
 ) -> Plan:
-    """Few queries: tasks are splits of the keys for one vector of rows each; `merged` of them have several."""
+    """Few queries: a task is one split of keys for one vector of rows; `merged` vectors have several."""
     size, keys = kind.compute_size, call[c.TILE_KEYS]
     key_row, value_row = padded(kind, call[c.HEAD_DIM]) * size, padded(kind, call[c.VALUE_DIM]) * size
     parts = {

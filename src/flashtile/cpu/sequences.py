@@ -95,12 +95,11 @@ def run_length(call: int, key: int, keys: int) -> int:
 
 @native
 def list_keys(call: int, tensor: int, batch: int, head: int, first: int, keys: int, addresses: int) -> None:
-    """addresses[j] = where key first + j lies; for keys there are not, where the last one does."""
-    row, last, done = field(call, tensor + 3), key_length(call, batch) - 1, 0
+    """addresses[j] = where key first + j lies."""
+    row, done = field(call, tensor + 3), 0
     while done < keys:
-        key = min(first + done, last)
-        run = 1 if key == last else min(run_length(call, key, keys - done), last - key)
-        base = key_at(call, tensor, batch, head, key)
+        run = run_length(call, first + done, keys - done)
+        base = key_at(call, tensor, batch, head, first + done)
         for j in range(run):
             poke_int64(addresses + 8 * (done + j), base + j * row)
         done += run

@@ -15,7 +15,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic, overload
 
-from .kinds import I8, I64, SCALARS, VectorType, native
+from .kinds import I8, I64, SCALARS, VectorType
 from .llvm import (
     call,
     fma_value,
@@ -185,24 +185,6 @@ def splat_int(tc: Any, kind: Any, x: Any) -> Any:
         return splat_value(b, ctx.cast(b, args[1], sig.args[1], types.int32), typ.lanes)
 
     return typ(kind, x), gen
-
-
-@intrinsic
-def _prefetch_line(tc: Any, address: Any) -> Any:
-    def gen(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
-        flags = [ir.Constant(ir.IntType(32), x) for x in (0, 2, 1)]  # to read, into the second level, data
-        line = b.inttoptr(args[0], ir.IntType(8).as_pointer())
-        call(b, "llvm.prefetch.p0", ir.VoidType(), [line, *flags])
-        return ctx.get_dummy_value()
-
-    return types.void(types.int64), gen
-
-
-@native
-def prefetch(address: int, size: int) -> None:
-    """Asks for the cache lines of `size` bytes, which need not exist."""
-    for at in range(address, address + size, 64):
-        _prefetch_line(at)
 
 
 # Arithmetic.

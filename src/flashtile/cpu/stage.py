@@ -23,6 +23,7 @@ from .simd import (
     peek,
     peek_int64,
     poke,
+    poke_int64,
     read,
     splat,
     store,
@@ -110,6 +111,16 @@ def stage_natural(
     """target[row][d], widened, zeros up to whole vectors."""
     for row in range(rows):
         _stage_row(kind, source + row * row_step, step, count, target + row * target_row)
+
+
+@native
+def stage_listed(
+    kind: Kind, listed: int, rows: int, step: int, count: int, target: int, target_row: int
+) -> None:
+    """The same for rows anywhere, whose addresses are listed; the list then says where they have gone."""
+    for row in range(rows):
+        _stage_row(kind, peek_int64(listed + 8 * row), step, count, target + row * target_row)
+        poke_int64(listed + 8 * row, target + row * target_row)
 
 
 @native
