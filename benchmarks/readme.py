@@ -1,6 +1,6 @@
 """Put the measured numbers into README.md: `python -m benchmarks.readme` after `make bench`.
 
-Everything between the marks is written anew from cpu.json and doors.json; the rest of the file stays as it is.
+Everything between the marks is written anew from cpu.json and doors.json; the rest of the file stays.
 """
 
 from __future__ import annotations
