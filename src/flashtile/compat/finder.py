@@ -1,0 +1,140 @@
+"""``import flash_attn`` finds flashtile: for code that cannot be edited."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+VERSION = "2.8.4+flashtile"  # the flash-attn whose interface this is
+
+# What there is under the name flash_attn, and where it comes from.
+_SOURCES = {
+    "flash_attn": "flashtile.compat.flash_attn",
+    "flash_attn.bert_padding": "flashtile.compat.bert_padding",
+    "flash_attn.flash_attn_interface": "flashtile.compat.flash_attn",
+    "flash_attn.layers": "flashtile.compat.layers",
+    "flash_attn.layers.rotary": "flashtile.compat.layers.rotary",
+}
+_PACKAGES = ("flash_attn", "flash_attn.layers")
+
+
+def install(force: bool = False) -> None:
+    """From now on ``import flash_attn`` finds ``flashtile.compat``, in this process; once is enough.
+
+    There are ``flash_attn``, ``flash_attn.flash_attn_interface``, ``flash_attn.bert_padding`` and
+    ``flash_attn.layers.rotary``, and the metadata of a distribution flash-attn; its version is
+    "2.8.4+flashtile". Other modules and names of flash-attn raise ImportError, as if they were not installed.
+    Call it before the code that looks for flash-attn is imported: many libraries look once, and remember.
+
+    Args:
+        force: shadow a flash-attn that is installed; what was imported from it stays what it was.
+
+    Raises:
+        RuntimeError: another ``flash_attn`` can be imported, and not ``force``.
+    """
+    with _lock:
+        if _finder in sys.meta_path:
+            return
+        if not force and (place := _another()):
+            raise RuntimeError(
+                f"flash_attn is installed ({place}): flashtile.compat.install(force=True) shadows it"
+            )
+        for name in _loaded():
+            _shadowed[name] = sys.modules.pop(name)
+        sys.meta_path.insert(0, _finder)
+        importlib.invalidate_caches()
+
+
+def uninstall() -> None:
+    """Undo :func:`install`; a flash-attn that was shadowed is found again. What was imported stays."""
+    with _lock:
+        if _finder not in sys.meta_path:
+            return
+        sys.meta_path.remove(_finder)
+        for name in _loaded():
+            del sys.modules[name]
+        sys.modules.update(_shadowed)
+        _shadowed.clear()
+
+
+class _Finder(MetaPathFinder):
+    """Finds the modules of ``_SOURCES``, and the distribution they seem to come from."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        source = _SOURCES.get(fullname)
+        if source is None:
+            return None
+        spec = importlib.util.find_spec(source)
+        assert spec is not None
+        return importlib.util.spec_from_loader(
+            fullname, _Loader(source), origin=spec.origin, is_package=fullname in _PACKAGES
+        )
+
+    def find_distributions(
+        self, context: importlib.metadata.DistributionFinder.Context
+    ) -> Iterator[importlib.metadata.Distribution]:
+        name = context.name
+        if name is None or name.lower().replace("_", "-").replace(".", "-") == "flash-attn":
+            yield _Distribution()
+
+
+class _Loader(Loader):
+    """Fills a module with the public names of ``source``."""
+
+    def __init__(self, source: str) -> None:
+        self._source = source
+
+    def exec_module(self, module: ModuleType) -> None:
+        source = importlib.import_module(self._source)
+        names: list[str] = list(source.__all__)
+        found = {name: getattr(source, name) for name in names}
+        if hasattr(source, "__getattr__"):
+            found["__getattr__"] = source.__getattr__
+        vars(module).update(found, __all__=names, __doc__=source.__doc__, __file__=source.__file__)
+        if module.__name__ == "flash_attn":
+            vars(module)["__version__"] = VERSION
+
+
+class _Distribution(importlib.metadata.Distribution):
+    """What importlib.metadata tells about the distribution flash-attn."""
+
+    _FILES = {
+        "METADATA": f"Metadata-Version: 2.1\nName: flash-attn\nVersion: {VERSION}\n"
+        "Summary: flashtile, under the name of flash-attn\n",
+        "top_level.txt": "flash_attn\n",
+    }
+
+    def read_text(self, filename: str) -> str | None:
+        return self._FILES.get(filename)
+
+    def locate_file(self, path: Any) -> Any:
+        raise FileNotFoundError(f"flash-attn is flashtile here, and has no files: {path}")
+
+
+_lock = threading.RLock()
+_finder = _Finder()
+_shadowed: dict[str, ModuleType] = {}
+
+
+def _loaded() -> list[str]:
+    return [name for name in sys.modules if name.split(".")[0] == "flash_attn"]
+
+
+def _another() -> str | None:
+    """Where the ``flash_attn`` is that would be imported now, None if there is none."""
+    if "flash_attn" in sys.modules:
+        return getattr(sys.modules["flash_attn"], "__file__", None) or "already imported"
+    spec = importlib.util.find_spec("flash_attn")
+    if spec is None:
+        return None
+    return spec.origin or ", ".join(spec.submodule_search_locations or ()) or "of unknown origin"

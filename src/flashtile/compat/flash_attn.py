@@ -1,0 +1,175 @@
+"""flash-attn's functions on flashtile's kernels: the same names, signatures, layouts, defaults and meanings.
+
+Signatures are flash-attn 2's; two keyword-only arguments come from flash-attn 4. In all functions:
+
+- Tensors are (batch, length, heads, head_dim), or (tokens, heads, head_dim) for the varlen functions, with
+  any strides; nothing is copied. Query head h reads key head ``h // (heads // kv_heads)``.
+- ``causal`` and ``window_size`` are aligned to the bottom right: query i stands at key ``i + sk - sq``.
+  ``window_size`` is (left, right), both inclusive, as a tuple, a list or a tensor; -1 (or None) is no bound.
+  ``causal`` sets right to 0.
+- ``softmax_scale`` is head_dim ** -0.5 by default. ``softcap`` 0.0 is none; otherwise scores become
+  ``softcap * tanh(score / softcap)``. ``alibi_slopes``, (heads,) or (batch, heads), subtracts
+  ``slope * |i + sk - sq - j|``.
+- ``dropout_p``: entries of the softmax are dropped and the others divided by ``1 - dropout_p``. The seed is
+  drawn from PyTorch's generator, the mask is ``flashtile.dropout_mask``'s.
+- ``deterministic`` changes nothing: the backward pass always is.
+- ``learnable_sink`` (heads,): one more logit in every row's denominator. ``return_lse``: return (out, lse).
+- ``return_attn_probs``: return (out, lse, S_dmask). ``lse`` is (batch, heads, sq), or (heads, tokens) for
+  varlen, the natural logarithm of the sum of exponentials of every row, float32 (float64 for float64).
+  ``S_dmask`` (batch, heads, sq, sk) holds the probabilities, negative where an entry was dropped; for varlen,
+  each sequence in the corner at [0, 0]. It takes quadratic memory and has no gradient; ``out`` stays the same.
+- Everything is differentiable, the LSE included, but for ``flash_attn_with_kvcache`` and paged keys.
+- What an input is refused with is a ValueError and a RuntimeError at once, and names the argument.
+
+Differences from flash-attn 2:
+
+- CPU tensors; float32 and float64 too; any head_dim; values may have a head_dim of their own; batch 0.
+- The LSE of a row without keys is -inf, not +inf, and has its true value under ``causal`` with
+  ``alibi_slopes``, where flash-attn's is off by a constant of the row. It and the slopes have gradients.
+- ``S_dmask`` is there without dropout too, has the sizes of the problem, and is right.
+- A window with right >= sk counts as it stands where sq > sk; flash-attn 2 takes it for no bound. A negative
+  size other than -1 is refused.
+- A negative softcap is refused, not ignored.
+- Dropout has another random mask than flash-attn's for the same generator state.
+- Varlen: int64 offsets are fine, as is a tensor for a largest length; rows behind the last offset are 0, and
+  so are their gradients.
+- ``flash_attn_with_kvcache`` takes pages of any size, any even rotary dimension and int64 integers;
+  ``num_splits`` is accepted and does not change a bit of the result. Where a gradient would be recorded
+  through it, it raises a RuntimeError, and flash-attn does without the gradient: use ``torch.no_grad()``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashtile.attention import attention
+from flashtile.compat.arguments import WindowSize, by_heads, mask_of, softcap_of, unpacked
+from flashtile.compat.errors import named
+from flashtile.compat.probabilities import signed_probabilities
+from flashtile.dropout import draw_seed, dropout_mask
+
+__all__ = [
+    "flash_attn_func",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
+]
+
+Outputs = Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: WindowSize = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    learnable_sink: Tensor | None = None,
+    return_lse: bool = False,
+) -> Outputs:
+    """Attention of q (batch, sq, heads, head_dim) to k, v (batch, sk, kv_heads, head_dim).
+
+    Returns out (batch, sq, heads, head_dim). The options are explained at the top of this module.
+    """
+    return _attention(
+        by_heads(q, k, v), dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
+        return_attn_probs, learnable_sink, return_lse,
+    )  # fmt: skip
+
+
+def flash_attn_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: WindowSize = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    learnable_sink: Tensor | None = None,
+    return_lse: bool = False,
+) -> Outputs:
+    """As :func:`flash_attn_func`, with keys and values in one tensor kv (batch, sk, 2, kv_heads, head_dim)."""
+    k, v = unpacked("kv", kv, 2, dim=2)
+    return _attention(
+        by_heads(q, k, v, ("q", "kv[:, :, 0]", "kv[:, :, 1]")), dropout_p, softmax_scale, causal, window_size,
+        softcap, alibi_slopes, return_attn_probs, learnable_sink, return_lse,
+    )  # fmt: skip
+
+
+def flash_attn_qkvpacked_func(
+    qkv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: WindowSize = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    learnable_sink: Tensor | None = None,
+    return_lse: bool = False,
+) -> Outputs:
+    """As :func:`flash_attn_func`, with all inputs in one tensor qkv (batch, length, 3, heads, head_dim)."""
+    q, k, v = unpacked("qkv", qkv, 3, dim=2)
+    return _attention(
+        by_heads(q, k, v, ("qkv", "qkv", "qkv")), dropout_p, softmax_scale, causal, window_size, softcap,
+        alibi_slopes, return_attn_probs, learnable_sink, return_lse,
+    )  # fmt: skip
+
+
+def _attention(
+    inputs: Sequence[Tensor],
+    dropout_p: float,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size: WindowSize,
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    return_attn_probs: bool,
+    learnable_sink: Tensor | None,
+    return_lse: bool,
+) -> Outputs:
+    """Attention of inputs (batch, heads, length, head_dim); the output is (batch, length, heads, head_dim)."""
+    query, key, value = inputs
+    mask = mask_of(causal, window_size)
+    cap = softcap_of(softcap)
+    # Whoever wants the probabilities needs the seed; drawn as attention() would, so that out stays the same.
+    seed = int(draw_seed(query.device)) if return_attn_probs and dropout_p else None
+    out, lse = named(
+        attention,
+        query,
+        key,
+        value,
+        mask=mask,
+        scale=softmax_scale,
+        softcap=cap,
+        alibi_slopes=alibi_slopes,
+        sinks=learnable_sink,
+        dropout_p=dropout_p,
+        seed=seed,
+        return_lse=True,
+    )
+    out = out.transpose(1, 2)
+    if not return_attn_probs:
+        return (out, lse) if return_lse else out
+    kept = None
+    if seed is not None:
+        kept = dropout_mask(seed, dropout_p, *lse.shape, key.shape[2], device=query.device)
+    return out, lse, signed_probabilities(
+        query, key, lse, mask=mask, scale=softmax_scale, softcap=cap, alibi_slopes=alibi_slopes, kept=kept
+    )  # fmt: skip
