@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -41,26 +41,23 @@ def is_local(causal: bool, window_size: WindowSize) -> bool:
 
 
 def _bounds(window_size: WindowSize) -> tuple[int | None, int | None]:
-    sizes = window_size
-    if isinstance(sizes, Tensor):
-        if sizes.dim() != 1 or sizes.is_floating_point() or sizes.is_complex() or sizes.dtype == torch.bool:
+    sizes: object = window_size
+    if isinstance(window_size, Tensor):
+        if window_size.is_floating_point() or window_size.is_complex() or window_size.dtype == torch.bool:
             _refuse_window(window_size)
-        sizes = sizes.tolist()
-    if not isinstance(sizes, Sequence) or isinstance(sizes, str) or len(sizes) != 2:
+        sizes = window_size.tolist()
+    if not isinstance(sizes, tuple | list) or len(sizes) != 2:
         _refuse_window(window_size)
     return _bound(sizes[0], window_size), _bound(sizes[1], window_size)
 
 
-def _bound(size: int | None, window_size: WindowSize) -> int | None:
+def _bound(size: Any, window_size: WindowSize) -> int | None:
     if size is None:
         return None
     if not is_int(size):
-        try:
-            if isinstance(size, bool):
-                raise TypeError
-            size = operator.index(size)  # NumPy's integers
-        except TypeError:
+        if isinstance(size, bool) or not hasattr(size, "__index__"):
             _refuse_window(window_size)
+        size = operator.index(size)  # NumPy's integers
     if size < -1:
         raise InputError(f"window_size must hold sizes >= 0, or -1 for no bound, got {window_size!r}")
     return None if size == -1 else size
@@ -72,9 +69,30 @@ def _refuse_window(window_size: object) -> NoReturn:
     )
 
 
-def softcap_of(softcap: float) -> float | None:
-    """flash-attn's 0.0 is no cap."""
-    return None if softcap == 0.0 else softcap
+class Options(NamedTuple):
+    """What flash-attn's options are called in ``flashtile.attention`` and its like."""
+
+    mask: Mask | None
+    scale: float | None
+    softcap: float | None
+    alibi_slopes: Tensor | None
+    sinks: Tensor | None
+    dropout_p: float
+    seed: int | None = None
+
+
+def options_of(
+    dropout_p: float,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size: WindowSize,
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    learnable_sink: Tensor | None,
+) -> Options:
+    cap = None if softcap == 0.0 else softcap
+    mask = mask_of(causal, window_size)
+    return Options(mask, softmax_scale, cap, alibi_slopes, learnable_sink, dropout_p)
 
 
 def by_heads(
@@ -89,13 +107,13 @@ def by_heads(
     return query, key, value
 
 
-def unpacked(name: str, packed: Tensor, parts: int, dim: int) -> tuple[Tensor, ...]:
-    """The queries, keys and values, or keys and values, of a tensor that holds them side by side."""
-    layout = f"({'batch, length' if dim == 2 else 'tokens'}, {parts}, heads, head_dim)"
+def unpacked(name: str, packed: Tensor, parts: int, *, tokens: bool = False) -> tuple[Tensor, ...]:
+    """The ``parts`` that lie side by side in ``packed``, along the dimension before the heads."""
+    layout = f"({'tokens' if tokens else 'batch, length'}, {parts}, heads, head_dim)"
     check_layout(name, packed, layout)
-    if packed.shape[dim] != parts:
+    if packed.shape[-3] != parts:
         raise InputError(f"{name} must be {layout}, got shape {tuple(packed.shape)}")
-    return packed.unbind(dim)
+    return packed.unbind(-3)
 
 
 def check_layout(name: str, tensor: object, layout: str) -> None:

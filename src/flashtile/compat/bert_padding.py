@@ -82,8 +82,9 @@ def unpad_input_for_concatenated_sequences(
 
 
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
-    """The tokens (total, ...) back at ``indices`` of a batch (batch, seqlen, ...), with zeros between them."""
-    return index_put_first_axis(hidden_states, indices, batch * seqlen).unflatten(0, (batch, seqlen))
+    """The tokens (total, ...) at ``indices`` of the flattened batch (batch, seqlen, ...); the rest is 0."""
+    rows = index_put_first_axis(hidden_states, indices, batch * seqlen)
+    return rows.reshape(batch, seqlen, *rows.shape[1:])
 
 
 def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import NoReturn, ParamSpec, TypeVar
+from typing import Any, NoReturn
 
 import torch
-
-_Arguments = ParamSpec("_Arguments")
-_Result = TypeVar("_Result")
 
 
 class InputError(ValueError, RuntimeError):
@@ -40,9 +37,7 @@ _NAMES = {
 _NAME = re.compile(rf"\b({'|'.join(_NAMES)})\b(?![ -](?:heads|dimension))")
 
 
-def named(
-    function: Callable[_Arguments, _Result], /, *arguments: _Arguments.args, **options: _Arguments.kwargs
-) -> _Result:
+def named(function: Callable[..., Any], /, *arguments: Any, **options: Any) -> Any:
     """``function(*arguments, **options)``; what it refuses, it refuses by the names flash-attn uses."""
     if torch.compiler.is_compiling():
         return function(*arguments, **options)

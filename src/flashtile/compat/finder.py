@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -108,17 +109,14 @@ class _Loader(Loader):
 class _Distribution(importlib.metadata.Distribution):
     """What importlib.metadata tells about the distribution flash-attn."""
 
-    _FILES = {
-        "METADATA": f"Metadata-Version: 2.1\nName: flash-attn\nVersion: {VERSION}\n"
-        "Summary: flashtile, under the name of flash-attn\n",
-        "top_level.txt": "flash_attn\n",
-    }
-
     def read_text(self, filename: str) -> str | None:
-        return self._FILES.get(filename)
+        if filename == "METADATA":
+            summary = "flashtile, under the name of flash-attn"
+            return f"Metadata-Version: 2.1\nName: flash-attn\nVersion: {VERSION}\nSummary: {summary}\n"
+        return "flash_attn\n" if filename == "top_level.txt" else None
 
     def locate_file(self, path: Any) -> Any:
-        raise FileNotFoundError(f"flash-attn is flashtile here, and has no files: {path}")
+        return Path(__file__).parent / path
 
 
 _lock = threading.RLock()
@@ -132,8 +130,9 @@ def _loaded() -> list[str]:
 
 def _another() -> str | None:
     """Where the ``flash_attn`` is that would be imported now, None if there is none."""
-    if "flash_attn" in sys.modules:
-        return getattr(sys.modules["flash_attn"], "__file__", None) or "already imported"
+    module = sys.modules.get("flash_attn")
+    if module is not None:
+        return getattr(module, "__file__", None) or "already imported"
     spec = importlib.util.find_spec("flash_attn")
     if spec is None:
         return None

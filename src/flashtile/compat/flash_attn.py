@@ -16,8 +16,8 @@ Signatures are flash-attn 2's; two keyword-only arguments come from flash-attn 4
 - ``learnable_sink`` (heads,): one more logit in every row's denominator. ``return_lse``: return (out, lse).
 - ``return_attn_probs``: return (out, lse, S_dmask). ``lse`` is (batch, heads, sq), or (heads, tokens) for
   varlen, the natural logarithm of the sum of exponentials of every row, float32 (float64 for float64).
-  ``S_dmask`` (batch, heads, sq, sk) holds the probabilities, negative where an entry was dropped; for varlen,
-  each sequence in the corner at [0, 0]. It takes quadratic memory and has no gradient; ``out`` stays the same.
+  ``S_dmask`` (batch, heads, sq, sk) holds the probabilities, negative where an entry was dropped; varlen
+  puts each sequence at [0, 0]. It takes quadratic memory and has no gradient; ``out`` stays the same.
 - Everything is differentiable, the LSE included, but for ``flash_attn_with_kvcache`` and paged keys.
 - What an input is refused with is a ValueError and a RuntimeError at once, and names the argument.
 
@@ -40,25 +40,12 @@ Differences from flash-attn 2:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
-import torch
 from torch import Tensor
 
-from flashtile.attention import attention
-from flashtile.compat.arguments import WindowSize, by_heads, mask_of, softcap_of, unpacked
-from flashtile.compat.errors import named
-from flashtile.compat.probabilities import signed_probabilities
-from flashtile.dropout import draw_seed, dropout_mask
+from flashtile.compat.arguments import WindowSize, by_heads, options_of, unpacked
+from flashtile.compat.calls import Outputs, attend
 
-__all__ = [
-    "flash_attn_func",
-    "flash_attn_kvpacked_func",
-    "flash_attn_qkvpacked_func",
-]
-
-Outputs = Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]
+__all__ = ["flash_attn_func", "flash_attn_kvpacked_func", "flash_attn_qkvpacked_func"]
 
 
 def flash_attn_func(
@@ -77,14 +64,12 @@ def flash_attn_func(
     learnable_sink: Tensor | None = None,
     return_lse: bool = False,
 ) -> Outputs:
-    """Attention of q (batch, sq, heads, head_dim) to k, v (batch, sk, kv_heads, head_dim).
+    """Attention of q (batch, sq, heads, head_dim) to k and v (batch, sk, kv_heads, head_dim).
 
     Returns out (batch, sq, heads, head_dim). The options are explained at the top of this module.
     """
-    return _attention(
-        by_heads(q, k, v), dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
-        return_attn_probs, learnable_sink, return_lse,
-    )  # fmt: skip
+    options = options_of(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, learnable_sink)
+    return attend(by_heads(q, k, v), options, return_attn_probs, return_lse)
 
 
 def flash_attn_kvpacked_func(
@@ -102,12 +87,11 @@ def flash_attn_kvpacked_func(
     learnable_sink: Tensor | None = None,
     return_lse: bool = False,
 ) -> Outputs:
-    """As :func:`flash_attn_func`, with keys and values in one tensor kv (batch, sk, 2, kv_heads, head_dim)."""
-    k, v = unpacked("kv", kv, 2, dim=2)
-    return _attention(
-        by_heads(q, k, v, ("q", "kv[:, :, 0]", "kv[:, :, 1]")), dropout_p, softmax_scale, causal, window_size,
-        softcap, alibi_slopes, return_attn_probs, learnable_sink, return_lse,
-    )  # fmt: skip
+    """:func:`flash_attn_func` with keys and values in one tensor kv (batch, sk, 2, kv_heads, head_dim)."""
+    k, v = unpacked("kv", kv, 2)
+    options = options_of(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, learnable_sink)
+    inputs = by_heads(q, k, v, ("q", "kv[:, :, 0]", "kv[:, :, 1]"))
+    return attend(inputs, options, return_attn_probs, return_lse)
 
 
 def flash_attn_qkvpacked_func(
@@ -124,52 +108,7 @@ def flash_attn_qkvpacked_func(
     learnable_sink: Tensor | None = None,
     return_lse: bool = False,
 ) -> Outputs:
-    """As :func:`flash_attn_func`, with all inputs in one tensor qkv (batch, length, 3, heads, head_dim)."""
-    q, k, v = unpacked("qkv", qkv, 3, dim=2)
-    return _attention(
-        by_heads(q, k, v, ("qkv", "qkv", "qkv")), dropout_p, softmax_scale, causal, window_size, softcap,
-        alibi_slopes, return_attn_probs, learnable_sink, return_lse,
-    )  # fmt: skip
-
-
-def _attention(
-    inputs: Sequence[Tensor],
-    dropout_p: float,
-    softmax_scale: float | None,
-    causal: bool,
-    window_size: WindowSize,
-    softcap: float,
-    alibi_slopes: Tensor | None,
-    return_attn_probs: bool,
-    learnable_sink: Tensor | None,
-    return_lse: bool,
-) -> Outputs:
-    """Attention of inputs (batch, heads, length, head_dim); the output is (batch, length, heads, head_dim)."""
-    query, key, value = inputs
-    mask = mask_of(causal, window_size)
-    cap = softcap_of(softcap)
-    # Whoever wants the probabilities needs the seed; drawn as attention() would, so that out stays the same.
-    seed = int(draw_seed(query.device)) if return_attn_probs and dropout_p else None
-    out, lse = named(
-        attention,
-        query,
-        key,
-        value,
-        mask=mask,
-        scale=softmax_scale,
-        softcap=cap,
-        alibi_slopes=alibi_slopes,
-        sinks=learnable_sink,
-        dropout_p=dropout_p,
-        seed=seed,
-        return_lse=True,
-    )
-    out = out.transpose(1, 2)
-    if not return_attn_probs:
-        return (out, lse) if return_lse else out
-    kept = None
-    if seed is not None:
-        kept = dropout_mask(seed, dropout_p, *lse.shape, key.shape[2], device=query.device)
-    return out, lse, signed_probabilities(
-        query, key, lse, mask=mask, scale=softmax_scale, softcap=cap, alibi_slopes=alibi_slopes, kept=kept
-    )  # fmt: skip
+    """:func:`flash_attn_func` with all inputs in one tensor qkv (batch, length, 3, heads, head_dim)."""
+    q, k, v = unpacked("qkv", qkv, 3)
+    options = options_of(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, learnable_sink)
+    return attend(by_heads(q, k, v, ("qkv", "qkv", "qkv")), options, return_attn_probs, return_lse)

@@ -7,41 +7,33 @@ import math
 import torch
 from torch import Tensor
 
-from flashtile.masks import Mask
+from flashtile.compat.arguments import Options
 from flashtile.problem import compute_dtype
 from flashtile.reference import alibi_distance
 
 
 @torch.no_grad()
 def signed_probabilities(
-    query: Tensor,
-    key: Tensor,
-    lse: Tensor,
-    *,
-    mask: Mask | None,
-    scale: float | None,
-    softcap: float | None,
-    alibi_slopes: Tensor | None,
-    kept: Tensor | None,
+    query: Tensor, key: Tensor, lse: Tensor, options: Options, kept: Tensor | None
 ) -> Tensor:
     """softmax of the scores (B, Hq, Sq, Sk) in query's dtype, negative where ``kept`` is False.
 
     ``query`` is (B, Hq, Sq, D), ``key`` (B, Hkv, Sk, D), ``lse`` (B, Hq, Sq) the LSE of the same call, which
-    holds the sinks; ``alibi_slopes`` is (Hq,) or (B, Hq), ``kept`` bool (B, Hq, Sq, Sk).
+    includes the sinks, ``kept`` bool (B, Hq, Sq, Sk).
     """
     dtype = compute_dtype(query.dtype)
     query_length, key_length = query.shape[2], key.shape[2]
-    keys = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1).to(dtype)
-    scale = query.shape[3] ** -0.5 if scale is None else scale
+    keys = key.repeat_interleave(query.shape[1] // max(1, key.shape[1]), dim=1).to(dtype)
+    scale = query.shape[3] ** -0.5 if options.scale is None else options.scale
     scores = scale * (query.to(dtype) @ keys.mT)
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    if alibi_slopes is not None:
+    if options.softcap is not None:
+        scores = options.softcap * torch.tanh(scores / options.softcap)
+    if options.alibi_slopes is not None:
         distance = alibi_distance(query_length, key_length, query.device)
-        scores = scores - alibi_slopes.to(dtype)[..., None, None] * distance
+        scores = scores - options.alibi_slopes.to(dtype)[..., None, None] * distance
     probabilities = torch.exp(scores - lse.masked_fill(lse == -math.inf, 0.0)[..., None])
-    if mask is not None:
-        visible = mask.dense(query.shape[0], query_length, key_length, query.device)
+    if options.mask is not None:
+        visible = options.mask.dense(query.shape[0], query_length, key_length, query.device)
         probabilities = probabilities.masked_fill(~visible, 0.0)
     if kept is not None:
         probabilities = torch.where(kept, probabilities, -probabilities)
