@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from typing import Any, NoReturn
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 
@@ -34,19 +34,20 @@ _NAMES = {
     "scale": "softmax_scale",
     "sinks": "learnable_sink",
 }
-_NAME = re.compile(rf"\b({'|'.join(_NAMES)})\b(?![ -](?:heads|dimension))")
 
 
-def named(function: Callable[..., Any], /, *arguments: Any, **options: Any) -> Any:
-    """``function(*arguments, **options)``; what it refuses, it refuses by the names flash-attn uses."""
+def named(
+    function: Callable[..., Any], /, *arguments: Any, names: Mapping[str, str] | None = None, **options: Any
+) -> Any:
+    """``function(*arguments, **options)``; what it refuses, it refuses by flash-attn's names (or ``names``)."""
     if torch.compiler.is_compiling():
         return function(*arguments, **options)
     try:
         return function(*arguments, **options)
     except (TypeError, ValueError) as error:
-        _raise_named(error)
+        kind = InputTypeError if isinstance(error, TypeError) else InputError
+        raise kind(_renamed(str(error), _NAMES | dict(names or {}))) from error
 
 
-def _raise_named(error: TypeError | ValueError) -> NoReturn:
-    message = _NAME.sub(lambda match: _NAMES[match[0]], str(error))
-    raise (InputTypeError if isinstance(error, TypeError) else InputError)(message) from error
+def _renamed(message: str, names: Mapping[str, str]) -> str:
+    return re.sub(rf"\b({'|'.join(names)})\b", lambda match: names[match[0]], message)

@@ -43,9 +43,17 @@ from __future__ import annotations
 from torch import Tensor
 
 from flashtile.compat.arguments import WindowSize, by_heads, options_of, unpacked
-from flashtile.compat.calls import Outputs, attend
+from flashtile.compat.calls import Outputs, attend, attend_cache, attend_packed
 
-__all__ = ["flash_attn_func", "flash_attn_kvpacked_func", "flash_attn_qkvpacked_func"]
+__all__ = [
+    "flash_attn_func",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache",
+]
 
 
 def flash_attn_func(
@@ -112,3 +120,146 @@ def flash_attn_qkvpacked_func(
     q, k, v = unpacked("qkv", qkv, 3)
     options = options_of(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, learnable_sink)
     return attend(by_heads(q, k, v, ("qkv", "qkv", "qkv")), options, return_attn_probs, return_lse)
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: WindowSize = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: Tensor | None = None,
+    *,
+    learnable_sink: Tensor | None = None,
+    return_lse: bool = False,
+) -> Outputs:
+    """Attention of sequences packed one behind the other, each to its own keys.
+
+    q is (total_q, heads, head_dim), k and v are (total_k, kv_heads, head_dim); sequence b has the rows
+    ``cu_seqlens_q[b]`` to ``cu_seqlens_q[b + 1] - 1`` of q. With ``block_table`` (batch, pages), k and v are
+    pages of a cache, (pages, page_size, kv_heads, head_dim), and there are no gradients. Returns out
+    (total_q, heads, head_dim). The options are explained at the top of this module.
+    """
+    cu_seqlens = (cu_seqlens_q, cu_seqlens_k)
+    longest = (max_seqlen_q, max_seqlen_k)
+    options = options_of(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, learnable_sink)
+    return attend_packed(
+        (q, k, v), cu_seqlens, longest, options, return_attn_probs, return_lse, block_table=block_table
+    )
+
+
+def flash_attn_varlen_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: WindowSize = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    learnable_sink: Tensor | None = None,
+    return_lse: bool = False,
+) -> Outputs:
+    """:func:`flash_attn_varlen_func` with keys and values in one tensor kv (total_k, 2, kv_heads, head_dim)."""
+    k, v = unpacked("kv", kv, 2, tokens=True)
+    cu_seqlens = (cu_seqlens_q, cu_seqlens_k)
+    longest = (max_seqlen_q, max_seqlen_k)
+    options = options_of(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, learnable_sink)
+    names = {"key": "kv[:, 0]", "value": "kv[:, 1]"}
+    return attend_packed((q, k, v), cu_seqlens, longest, options, return_attn_probs, return_lse, names=names)
+
+
+def flash_attn_varlen_qkvpacked_func(
+    qkv: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: WindowSize = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    learnable_sink: Tensor | None = None,
+    return_lse: bool = False,
+) -> Outputs:
+    """:func:`flash_attn_varlen_func` with all inputs in one tensor qkv (total, 3, heads, head_dim)."""
+    q, k, v = unpacked("qkv", qkv, 3, tokens=True)
+    options = options_of(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, learnable_sink)
+    names = dict.fromkeys(("query", "key", "value"), "qkv")
+    names |= {"cu_seqlens_q": "cu_seqlens", "max_seqlen_q": "max_seqlen"}
+    return attend_packed(
+        (q, k, v), (cu_seqlens,), (max_seqlen,), options, return_attn_probs, return_lse, names=names
+    )
+
+
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    block_table: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: WindowSize = (-1, -1),
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: Tensor | None = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+    *,
+    learnable_sink: Tensor | None = None,
+) -> Outputs:
+    """Attention of q (batch, sq, heads, head_dim) to a cache of keys and values; without gradients.
+
+    Args:
+        k_cache, v_cache: (cache entries, places, kv_heads, head_dim), or with ``block_table`` (batch, pages)
+            pages of it, (pages, page_size, kv_heads, head_dim).
+        k, v: (batch, new, kv_heads, head_dim), written into the cache in place, behind ``cache_seqlens``.
+        rotary_cos, rotary_sin: (positions, rotary_dim / 2): rotates k at ``cache_seqlens + t`` before it is
+            written, and q at ``cache_seqlens + t`` too under ``causal`` or a window, otherwise all of q at
+            ``cache_seqlens``. Only together with k and v.
+        cache_seqlens: int or (batch,), the keys that are in the cache before k; by default it is full.
+        cache_batch_idx: (batch,), the cache entry of each sequence; by default 0, 1, 2, ...
+        cache_leftpad: (batch,), the first key of each sequence.
+        rotary_interleaved: rotate neighbours (GPT-J), or else halves (GPT-NeoX).
+        num_splits: has no influence on the result.
+
+    Returns out (batch, sq, heads, head_dim), with ``return_softmax_lse`` also the LSE (batch, heads, sq). The
+    other options are explained at the top of this module.
+    """
+    options = options_of(0.0, softmax_scale, causal, window_size, softcap, alibi_slopes, learnable_sink)
+    out, lse = attend_cache(
+        q, k_cache, v_cache, k, v, options,
+        rotary=(rotary_cos, rotary_sin, rotary_interleaved),
+        cache_seqlens=cache_seqlens,
+        cache_batch_idx=cache_batch_idx,
+        cache_leftpad=cache_leftpad,
+        block_table=block_table,
+    )  # fmt: skip
+    return (out, lse) if return_softmax_lse else out

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from flashtile.compat.arguments import Options
+from flashtile.dropout import dropout_mask
 from flashtile.problem import compute_dtype
 from flashtile.reference import alibi_distance
 
@@ -38,3 +39,46 @@ def signed_probabilities(
     if kept is not None:
         probabilities = torch.where(kept, probabilities, -probabilities)
     return probabilities.to(query.dtype)
+
+
+@torch.no_grad()
+def packed_probabilities(
+    query: Tensor,
+    key: Tensor,
+    lse: Tensor,
+    cu_seqlens: tuple[Tensor, Tensor],
+    sizes: tuple[int, int],
+    options: Options,
+    block_table: Tensor | None,
+) -> Tensor:
+    """The same for packed sequences, each at [b, :, 0, 0] of (B, Hq, *sizes), with zeros around.
+
+    ``query`` is (Tq, Hq, D), ``key`` (Tk, Hkv, D) or pages (pages, page_size, Hkv, D), ``lse`` (Hq, Tq).
+    """
+    starts, key_starts = (torch.as_tensor(ends).tolist() for ends in cu_seqlens)
+    batch, heads = len(starts) - 1, query.shape[1]
+    probabilities = query.new_zeros(batch, heads, *sizes)
+    kept = None
+    if options.seed is not None:
+        kept = dropout_mask(options.seed, options.dropout_p, batch, heads, *sizes, query.device)
+    for b in range(batch):
+        rows, keys = slice(*starts[b : b + 2]), slice(*key_starts[b : b + 2])
+        if block_table is None:
+            own_keys = key[keys]
+        else:
+            own_keys = key[block_table[b].long()].flatten(0, 1)[: keys.stop - keys.start]
+        corner = slice(rows.stop - rows.start), slice(own_keys.shape[0])
+        slopes = options.alibi_slopes
+        own = (
+            options._replace(alibi_slopes=slopes[b % slopes.shape[0]])
+            if slopes is not None and slopes.dim() == 2
+            else options
+        )
+        probabilities[b][:, *corner] = signed_probabilities(
+            query[rows].transpose(0, 1)[None],
+            own_keys.transpose(0, 1)[None],
+            lse[None, :, rows],
+            own,
+            None if kept is None else kept[None, b][:, :, *corner],
+        )[0]
+    return probabilities
