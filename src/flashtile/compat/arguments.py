@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flashtile import masks
-from flashtile.attention import inputs_agree
+from flashtile.arguments import inputs_agree
 from flashtile.compat.errors import InputError, InputTypeError
 from flashtile.masks import Mask
 from flashtile.masks.arguments import is_int

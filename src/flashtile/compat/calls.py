@@ -72,7 +72,7 @@ def attend_packed(
     )
     if return_attn_probs:
         starts = (cu_seqlens[0], cu_seqlens[-1])
-        sizes = (int(longest[0]), int(longest[-1]))
+        sizes = (bounds[0], bounds[-1])
         return out, lse, packed_probabilities(query, key, lse, starts, sizes, options, block_table)
     return (out, lse) if return_lse else out
 

@@ -39,7 +39,7 @@ _NAMES = {
 def named(
     function: Callable[..., Any], /, *arguments: Any, names: Mapping[str, str] | None = None, **options: Any
 ) -> Any:
-    """``function(*arguments, **options)``; what it refuses, it refuses by flash-attn's names (or ``names``)."""
+    """``function(*arguments, **options)``, refused with flash-attn's names of the arguments, or ``names``."""
     if torch.compiler.is_compiling():
         return function(*arguments, **options)
     try:

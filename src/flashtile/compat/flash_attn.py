@@ -177,7 +177,7 @@ def flash_attn_varlen_kvpacked_func(
     learnable_sink: Tensor | None = None,
     return_lse: bool = False,
 ) -> Outputs:
-    """:func:`flash_attn_varlen_func` with keys and values in one tensor kv (total_k, 2, kv_heads, head_dim)."""
+    """:func:`flash_attn_varlen_func` with keys and values in kv (total_k, 2, kv_heads, head_dim)."""
     k, v = unpacked("kv", kv, 2, tokens=True)
     cu_seqlens = (cu_seqlens_q, cu_seqlens_k)
     longest = (max_seqlen_q, max_seqlen_k)

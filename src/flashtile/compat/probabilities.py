@@ -47,38 +47,37 @@ def packed_probabilities(
     key: Tensor,
     lse: Tensor,
     cu_seqlens: tuple[Tensor, Tensor],
-    sizes: tuple[int, int],
+    longest: tuple[int | None, int | None],
     options: Options,
     block_table: Tensor | None,
 ) -> Tensor:
-    """The same for packed sequences, each at [b, :, 0, 0] of (B, Hq, *sizes), with zeros around.
+    """The same for packed sequences, each at [b, :, 0, 0] of (B, Hq, *longest), with zeros around.
 
     ``query`` is (Tq, Hq, D), ``key`` (Tk, Hkv, D) or pages (pages, page_size, Hkv, D), ``lse`` (Hq, Tq).
     """
-    starts, key_starts = (torch.as_tensor(ends).tolist() for ends in cu_seqlens)
+    ends = [torch.as_tensor(numbers) for numbers in cu_seqlens]
+    sizes = [
+        int(numbers.diff().max()) if length is None else length
+        for numbers, length in zip(ends, longest, strict=True)
+    ]
+    starts, key_starts = (numbers.tolist() for numbers in ends)
     batch, heads = len(starts) - 1, query.shape[1]
     probabilities = query.new_zeros(batch, heads, *sizes)
     kept = None
     if options.seed is not None:
-        kept = dropout_mask(options.seed, options.dropout_p, batch, heads, *sizes, query.device)
+        kept = dropout_mask(options.seed, options.dropout_p, batch, heads, sizes[0], sizes[1], query.device)
+    slopes = options.alibi_slopes
     for b in range(batch):
         rows, keys = slice(*starts[b : b + 2]), slice(*key_starts[b : b + 2])
-        if block_table is None:
-            own_keys = key[keys]
-        else:
-            own_keys = key[block_table[b].long()].flatten(0, 1)[: keys.stop - keys.start]
-        corner = slice(rows.stop - rows.start), slice(own_keys.shape[0])
-        slopes = options.alibi_slopes
-        own = (
-            options._replace(alibi_slopes=slopes[b % slopes.shape[0]])
-            if slopes is not None and slopes.dim() == 2
-            else options
-        )
-        probabilities[b][:, *corner] = signed_probabilities(
+        queries, many = rows.stop - rows.start, keys.stop - keys.start
+        own_keys = key[keys] if block_table is None else key[block_table[b].long()].flatten(0, 1)[:many]
+        if slopes is not None and slopes.dim() == 2:
+            options = options._replace(alibi_slopes=slopes[b % slopes.shape[0]])
+        probabilities[b, :, :queries, :many] = signed_probabilities(
             query[rows].transpose(0, 1)[None],
             own_keys.transpose(0, 1)[None],
             lse[None, :, rows],
-            own,
-            None if kept is None else kept[None, b][:, :, *corner],
+            options,
+            None if kept is None else kept[None, b, :, :queries, :many],
         )[0]
     return probabilities
