@@ -7,7 +7,7 @@ from torch import Tensor
 
 from flashtile import rotary
 from flashtile.compat.errors import InputError, InputTypeError
-from flashtile.masks.arguments import values_known
+from flashtile.masks.arguments import is_int, values_known
 
 Rotary = tuple[Tensor | None, Tensor | None, bool]  # cos, sin, interleaved
 
@@ -27,7 +27,7 @@ def rotated(
     if cache_seqlens is None:
         raise InputError("cache_seqlens must say at which positions k is rotated, got None")
     cos, sin = checked_tables(cos, sin, query.shape[3], names=("rotary_cos", "rotary_sin"))
-    start = torch.as_tensor(cache_seqlens, device=query.device).reshape(-1, 1)
+    start = checked_starts("cache_seqlens", cache_seqlens, query.shape[0], query.device)
     steps = torch.arange(max(query.shape[2], key.shape[2]), device=query.device)
     query_steps = steps[: query.shape[2]] if local else steps.new_zeros(query.shape[2])
     turned = [
@@ -58,8 +58,20 @@ def checked_tables(
     return cos, sin
 
 
+def checked_starts(name: str, starts: int | Tensor, batch: int, device: torch.device) -> Tensor:
+    """The position of each sequence's first row, int64 (batch, 1)."""
+    if is_int(starts):
+        return torch.full((batch, 1), starts, device=device)
+    if not isinstance(starts, Tensor) or starts.is_floating_point() or starts.dtype == torch.bool:
+        kind = starts.dtype if isinstance(starts, Tensor) else type(starts).__name__
+        raise InputTypeError(f"{name} must be an int or a tensor of integers, got {kind}")
+    if starts.shape not in ((), (batch,)):
+        raise InputError(f"{name} must be an int or (batch,) = ({batch},), got shape {tuple(starts.shape)}")
+    return starts.to(device, torch.int64).expand(batch)[:, None]
+
+
 def checked_positions(positions: Tensor, cos: Tensor, name: str) -> Tensor:
-    """Integers (batch or 1, length), each with a row in ``cos``."""
+    """Integers, each with a row in ``cos``."""
     if values_known(positions) and positions.numel():
         first, last = int(positions.min()), int(positions.max())
         if first < 0 or last >= cos.shape[0]:

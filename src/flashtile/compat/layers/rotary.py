@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flashtile import rotary
 from flashtile.compat.errors import InputError, InputTypeError
-from flashtile.compat.rotation import checked_positions, checked_tables
+from flashtile.compat.rotation import checked_positions, checked_starts, checked_tables
 
 __all__ = [
     "apply_rotary_emb",
@@ -56,8 +56,8 @@ def apply_rotary_emb(
         raise InputError(f"x must be {layout}, got shape {tuple(x.shape)}")
     cos, sin = checked_tables(cos, sin, x.shape[-1])
     if cu_seqlens is None:
-        start = torch.as_tensor(seqlen_offsets, device=x.device).reshape(-1, 1)
-        positions = (start + torch.arange(x.shape[1], device=x.device)).expand(x.shape[0], -1)
+        start = checked_starts("seqlen_offsets", seqlen_offsets, x.shape[0], x.device)
+        positions = start + torch.arange(x.shape[1], device=x.device)
     else:
         positions = _packed_positions(x.shape[0], cu_seqlens, seqlen_offsets)
     positions = checked_positions(positions.reshape(-1, 1), cos, "cos")
@@ -119,5 +119,5 @@ def _packed_positions(total: int, cu_seqlens: Tensor, seqlen_offsets: int | Tens
     """The position of every row in its own sequence; rows behind the last one count on."""
     rows = torch.arange(total, device=cu_seqlens.device)
     sequence = torch.searchsorted(cu_seqlens[1:-1].contiguous(), rows, right=True)
-    offsets = torch.as_tensor(seqlen_offsets, device=rows.device).expand(cu_seqlens.shape[0] - 1)
-    return rows - cu_seqlens[sequence] + offsets[sequence]
+    start = checked_starts("seqlen_offsets", seqlen_offsets, cu_seqlens.shape[0] - 1, rows.device)
+    return rows - cu_seqlens[sequence] + start[sequence, 0]
