@@ -32,7 +32,8 @@ def expected_of(call: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """``(out, lse, k_cache, v_cache)`` of a call, sequence by sequence, by the definition."""
     q, table = call["q"], call.get("block_table")
     caches = [call["k_cache"].clone(), call["v_cache"].clone()]
-    lengths = torch.as_tensor(call.get("cache_seqlens", call["k_cache"].shape[1])).expand(len(q)).tolist()
+    places = call["k_cache"].shape[1] * (1 if table is None else table.shape[1])
+    lengths = torch.as_tensor(call.get("cache_seqlens", places)).expand(len(q)).tolist()
     local = call.get("causal", False) or call.get("window_size", (-1, -1)) != (-1, -1)
     results = []
     for b, length in enumerate(lengths):
@@ -113,6 +114,10 @@ def pages_of(call: dict[str, Any], page_size: int = 4) -> dict[str, Any]:
     return {**paged, "block_table": order.reshape(2, count).to(torch.int32)}
 
 
+def random(*shape: int) -> Tensor:
+    return torch.rand(shape, dtype=torch.float64)
+
+
 CALLS: dict[str, dict[str, Any]] = {
     "lengths of each": {},
     "one length": {"cache_seqlens": 11},
@@ -126,11 +131,11 @@ CALLS: dict[str, dict[str, Any]] = {
     "causal window": {"window_size": (3, 5), "causal": True},
     "window right beyond the keys": {"queries": 12, "window_size": (-1, 8)},
     "scale and softcap": {"softmax_scale": 0.4, "softcap": 1.5},
-    "alibi": {"alibi_slopes": torch.rand(4), "causal": True},
-    "alibi of the batch": {"alibi_slopes": torch.rand(2, 4)},
-    "sinks": {"learnable_sink": torch.rand(4)},
+    "alibi": {"alibi_slopes": random(4), "causal": True},
+    "alibi of the batch": {"alibi_slopes": random(2, 4)},
+    "sinks": {"learnable_sink": random(4)},
     "left padding": {"cache_leftpad": torch.tensor([2, 13], dtype=torch.int32), "causal": True},
-    "left padding and alibi": {"cache_leftpad": torch.tensor([2, 5]), "alibi_slopes": torch.rand(4)},
+    "left padding and alibi": {"cache_leftpad": torch.tensor([2, 5]), "alibi_slopes": random(4)},
     "another order": {"cache_batch_idx": torch.tensor([1, 0], dtype=torch.int32)},
     "append": {"new": 3, "causal": True},
     "append to an empty cache": {"new": 3, "causal": True, "cache_seqlens": 0},

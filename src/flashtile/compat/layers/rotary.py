@@ -116,8 +116,8 @@ def apply_rotary_emb_kv_(
 
 
 def _packed_positions(total: int, cu_seqlens: Tensor, seqlen_offsets: int | Tensor) -> Tensor:
-    """The position of every row in its own sequence; rows behind the last one count on."""
+    """The position of every row in its own sequence; 0 for rows behind the last one."""
     rows = torch.arange(total, device=cu_seqlens.device)
     sequence = torch.searchsorted(cu_seqlens[1:-1].contiguous(), rows, right=True)
     start = checked_starts("seqlen_offsets", seqlen_offsets, cu_seqlens.shape[0] - 1, rows.device)
-    return rows - cu_seqlens[sequence] + start[sequence, 0]
+    return torch.where(rows < cu_seqlens[-1], rows - cu_seqlens[sequence] + start[sequence, 0], 0)
