@@ -317,3 +317,25 @@ def test_what_is_refused_is_named_and_nothing_is_written(name, call):
     assert isinstance(refusal.value, RuntimeError)
     for cache, untouched in zip(("k_cache", "v_cache"), before, strict=True):
         assert torch.equal(call[cache], untouched)
+
+
+@pytest.mark.filterwarnings("ignore:.*:DeprecationWarning")
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize(
+    "name", ["causal", "append", "left padding", "rotary", "rotary, all queries at one position"]
+)
+def test_compiles_into_one_graph(name, paged):
+    torch._dynamo.reset()
+    calls = [call_of(**CALLS[name])]
+    if paged:
+        calls = [pages_of(calls[0])]
+    calls.append({key: v.clone() if isinstance(v, Tensor) else v for key, v in calls[0].items()})
+    compiled = torch.compile(
+        lambda call: flash_attn_with_kvcache(**call, return_softmax_lse=True),
+        fullgraph=True,
+        backend="aot_eager",
+    )
+    results = [compiled(calls[0]), flash_attn_with_kvcache(**calls[1], return_softmax_lse=True)]
+    for (ours, theirs), cache in zip(zip(*results, strict=True), ("k_cache", "v_cache"), strict=True):
+        assert torch.equal(ours, theirs)
+        assert torch.equal(calls[0][cache].nan_to_num(), calls[1][cache].nan_to_num())
