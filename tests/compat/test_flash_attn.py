@@ -162,6 +162,14 @@ def test_asking_for_probabilities_changes_nothing_else(dropout_p, dtype):
     assert not probabilities.requires_grad
 
 
+def test_probabilities_under_autocast_are_those_of_the_call():
+    call = small()
+    expected = flash_attn_func(**{name: t.bfloat16() for name, t in call.items()}, return_attn_probs=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = flash_attn_func(**call, return_attn_probs=True)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
+
+
 def test_deterministic_is_how_it_always_is():
     call = small()
     q = call["q"].requires_grad_()

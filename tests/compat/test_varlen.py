@@ -249,6 +249,17 @@ def test_pages_give_the_same_bits(page_size, options, dtype):
         assert torch.equal(ours, theirs)
 
 
+def test_probabilities_under_autocast_are_those_of_the_call():
+    q, k, v = torch.randn(3, 9, 2, 8).unbind(0)
+    cu = starts([4, 5])
+    expected = flash_attn_varlen_func(
+        *(t.bfloat16() for t in (q, k, v)), cu, cu, 5, 5, return_attn_probs=True
+    )
+    with torch.autocast("cpu", torch.bfloat16):
+        found = flash_attn_varlen_func(q, k, v, cu, cu, 5, 5, return_attn_probs=True)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
+
+
 def test_pages_have_no_gradient():
     q = torch.randn(4, 2, 8, requires_grad=True)
     pages, cu = torch.randn(1, 4, 2, 8), starts([4])
@@ -304,7 +315,7 @@ REFUSED = {
         small(cu_seqlens_q=starts([9]).reshape(1, 2)),
     ],
     "cu_seqlens_k": [small(cu_seqlens_k=starts([7])), small(cu_seqlens_k=starts([4, 4]))],
-    "max_seqlen_q": [small(max_seqlen_q=4), small(max_seqlen_q=5.0)],
+    "max_seqlen_q": [small(max_seqlen_q=4), small(max_seqlen_q=5.0), small(max_seqlen_q=torch.ones(2))],
     "max_seqlen_k": [small(max_seqlen_k=6), small(max_seqlen_k="7")],
     "dropout_p": [small(dropout_p=1.5)],
     "softmax_scale": [small(softmax_scale=math.inf)],

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flashtile.attention import attention
 from flashtile.compat.arguments import Options, check_layout
-from flashtile.compat.errors import named
+from flashtile.compat.errors import InputError, named
 from flashtile.compat.probabilities import packed_probabilities, signed_probabilities
 from flashtile.compat.rotation import Rotary, rotated
 from flashtile.dropout import draw_seed, dropout_mask
@@ -36,6 +36,7 @@ def attend(inputs: Sequence[Tensor], options: Options, return_attn_probs: bool, 
         kept = dropout_mask(
             options.seed, options.dropout_p, batch, heads, query_length, key.shape[2], query.device
         )
+    query, key = query.to(out.dtype), key.to(out.dtype)  # as autocast left them
     return out, lse, signed_probabilities(query, key, lse, options, kept)
 
 
@@ -54,7 +55,9 @@ def attend_packed(
     query, key, value = inputs
     if return_attn_probs and isinstance(query, Tensor):
         options = _with_seed(options, query)
-    bounds = [_bound(length) for length in longest]
+    bounds = [
+        _bound(name, length) for name, length in zip(("max_seqlen_q", "max_seqlen_k"), longest, strict=False)
+    ]
     out: Tensor
     lse: Tensor
     out, lse = named(
@@ -73,6 +76,7 @@ def attend_packed(
     if return_attn_probs:
         starts = (cu_seqlens[0], cu_seqlens[-1])
         sizes = (bounds[0], bounds[-1])
+        query, key = query.to(out.dtype), key.to(out.dtype)  # as autocast left them
         return out, lse, packed_probabilities(query, key, lse, starts, sizes, options, block_table)
     return (out, lse) if return_lse else out
 
@@ -130,8 +134,10 @@ def _with_seed(options: Options, query: Tensor) -> Options:
     return options._replace(seed=int(draw_seed(query.device))) if options.dropout_p else options
 
 
-def _bound(length: int | Tensor) -> int | None:
+def _bound(name: str, length: int | Tensor) -> int | None:
     """A bound that is a tensor is read, but not where that would break a graph: it is a mere check."""
     if not isinstance(length, Tensor):
         return length
+    if length.numel() != 1:
+        raise InputError(f"{name} must be one int, got shape {tuple(length.shape)}")
     return None if torch.compiler.is_compiling() else int(length)

@@ -26,7 +26,8 @@ def signed_probabilities(
     query_length, key_length = query.shape[2], key.shape[2]
     keys = key.repeat_interleave(query.shape[1] // max(1, key.shape[1]), dim=1).to(dtype)
     scale = query.shape[3] ** -0.5 if options.scale is None else options.scale
-    scores = scale * (query.to(dtype) @ keys.mT)
+    with torch.autocast(query.device.type, enabled=False):
+        scores = scale * (query.to(dtype) @ keys.mT)
     if options.softcap is not None:
         scores = options.softcap * torch.tanh(scores / options.softcap)
     if options.alibi_slopes is not None:

@@ -60,11 +60,12 @@ def checked_tables(
 
 def checked_starts(name: str, starts: int | Tensor, batch: int, device: torch.device) -> Tensor:
     """The position of each sequence's first row, int64 (batch, 1)."""
-    if is_int(starts):
+    if not isinstance(starts, Tensor):
+        if not is_int(starts):
+            raise InputTypeError(f"{name} must be an int or a tensor, got {type(starts).__name__}")
         return torch.full((batch, 1), starts, device=device)
-    if not isinstance(starts, Tensor) or starts.is_floating_point() or starts.dtype == torch.bool:
-        kind = starts.dtype if isinstance(starts, Tensor) else type(starts).__name__
-        raise InputTypeError(f"{name} must be an int or a tensor of integers, got {kind}")
+    if starts.is_floating_point() or starts.dtype == torch.bool:
+        raise InputTypeError(f"{name} must hold integers, got {starts.dtype}")
     if starts.shape not in ((), (batch,)):
         raise InputError(f"{name} must be an int or (batch,) = ({batch},), got shape {tuple(starts.shape)}")
     return starts.to(device, torch.int64).expand(batch)[:, None]
