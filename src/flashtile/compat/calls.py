@@ -56,7 +56,8 @@ def attend_packed(
     if return_attn_probs and isinstance(query, Tensor):
         options = _with_seed(options, query)
     bounds = [
-        _bound(name, length) for name, length in zip(("max_seqlen_q", "max_seqlen_k"), longest, strict=False)
+        _bound((names or {}).get(name, name), length)
+        for name, length in zip(("max_seqlen_q", "max_seqlen_k"), longest, strict=False)
     ]
     out: Tensor
     lse: Tensor
