@@ -35,11 +35,6 @@ def mask_of(causal: bool, window_size: WindowSize) -> Mask | None:
     return None if left is right is None else masks.window(left, right, alignment="bottom-right")
 
 
-def is_local(causal: bool, window_size: WindowSize) -> bool:
-    """Whether the position of a query matters: causal, or a window with a bound."""
-    return bool(causal) or _bounds(window_size) != (None, None)
-
-
 def _bounds(window_size: WindowSize) -> tuple[int | None, int | None]:
     sizes: object = window_size
     if isinstance(window_size, Tensor):
