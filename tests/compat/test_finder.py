@@ -56,6 +56,8 @@ def test_code_for_flash_attn_finds_everything_it_usually_imports():
         from flash_attn import flash_attn_varlen_func, flash_attn_varlen_qkvpacked_func
         from flash_attn import flash_attn_varlen_kvpacked_func, flash_attn_with_kvcache, __version__
         from flash_attn.flash_attn_interface import flash_attn_func as same
+        from flash_attn.flash_attn_interface import _flash_attn_forward, _flash_attn_varlen_backward
+        from flash_attn.flash_attn_interface import _wrapped_flash_attn_backward
         from flash_attn.bert_padding import index_first_axis, pad_input, unpad_input
         from flash_attn.bert_padding import unpad_input_for_concatenated_sequences, index_put_first_axis
         from flash_attn.layers.rotary import apply_rotary_emb, apply_rotary_emb_func, apply_rotary_emb_qkv_
@@ -103,7 +105,7 @@ def test_what_is_not_offered_raises_import_error():
         assert importlib.util.find_spec("flash_attn.cute") is None  # torch and others look like this
 
         for code in ("from flash_attn import flash_attn_unpadded_func",
-                     "from flash_attn.flash_attn_interface import _flash_attn_forward",
+                     "from flash_attn.flash_attn_interface import flash_attn_gpu",
                      "from flash_attn.bert_padding import IndexFirstAxis",
                      "from flash_attn.layers.rotary import RotaryEmbedding"):
             try:
@@ -113,7 +115,7 @@ def test_what_is_not_offered_raises_import_error():
             else:
                 raise AssertionError(code)
         import flash_attn
-        assert not hasattr(flash_attn, "_flash_attn_forward")
+        assert not hasattr(flash_attn, "flash_attn_unpadded_func")
     """)
 
 

@@ -132,7 +132,9 @@ def attend_cache(
 
 def _with_seed(options: Options, query: Tensor) -> Options:
     """Whoever asks for the dropped entries needs the seed: drawn as attention() would, so out is the same."""
-    return options._replace(seed=int(draw_seed(query.device))) if options.dropout_p else options
+    if not options.dropout_p or options.seed is not None:
+        return options
+    return options._replace(seed=int(draw_seed(query.device)))
 
 
 def _bound(name: str, length: int | Tensor) -> int | None:

@@ -18,11 +18,11 @@ VERSION = "2.8.4+flashtile"  # the flash-attn whose interface this is
 
 # What there is under the name flash_attn, and where it comes from.
 _SOURCES = {
-    "flash_attn": "flashtile.compat.flash_attn",
-    "flash_attn.bert_padding": "flashtile.compat.bert_padding",
-    "flash_attn.flash_attn_interface": "flashtile.compat.flash_attn",
-    "flash_attn.layers": "flashtile.compat.layers",
-    "flash_attn.layers.rotary": "flashtile.compat.layers.rotary",
+    "flash_attn": ("flashtile.compat.flash_attn",),
+    "flash_attn.bert_padding": ("flashtile.compat.bert_padding",),
+    "flash_attn.flash_attn_interface": ("flashtile.compat.flash_attn", "flashtile.compat.passes"),
+    "flash_attn.layers": ("flashtile.compat.layers",),
+    "flash_attn.layers.rotary": ("flashtile.compat.layers.rotary",),
 }
 _PACKAGES = ("flash_attn", "flash_attn.layers")
 
@@ -72,13 +72,13 @@ class _Finder(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        source = _SOURCES.get(fullname)
-        if source is None:
+        sources = _SOURCES.get(fullname)
+        if sources is None:
             return None
-        spec = importlib.util.find_spec(source)
+        spec = importlib.util.find_spec(sources[0])
         assert spec is not None
         return importlib.util.spec_from_loader(
-            fullname, _Loader(source), origin=spec.origin, is_package=fullname in _PACKAGES
+            fullname, _Loader(sources), origin=spec.origin, is_package=fullname in _PACKAGES
         )
 
     def find_distributions(
@@ -90,20 +90,21 @@ class _Finder(MetaPathFinder):
 
 
 class _Loader(Loader):
-    """Fills a module with the public names of ``source``."""
+    """Fills a module with what the modules ``sources`` offer."""
 
-    def __init__(self, source: str) -> None:
-        self._source = source
+    def __init__(self, sources: Sequence[str]) -> None:
+        self._sources = sources
 
     def exec_module(self, module: ModuleType) -> None:
-        source = importlib.import_module(self._source)
-        names: list[str] = list(source.__all__)
-        found = {name: getattr(source, name) for name in names}
-        if hasattr(source, "__getattr__"):
-            found["__getattr__"] = source.__getattr__
-        vars(module).update(found, __all__=names, __doc__=source.__doc__, __file__=source.__file__)
+        names = vars(module)
+        modules = [importlib.import_module(source) for source in self._sources]
+        for source in reversed(modules):
+            names.update({name: getattr(source, name) for name in source.__all__})
+            names.update(__all__=source.__all__, __doc__=source.__doc__, __file__=source.__file__)
+            if hasattr(source, "__getattr__"):
+                names["__getattr__"] = source.__getattr__
         if module.__name__ == "flash_attn":
-            vars(module)["__version__"] = VERSION
+            names["__version__"] = VERSION
 
 
 class _Distribution(importlib.metadata.Distribution):
