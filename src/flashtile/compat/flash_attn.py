@@ -18,7 +18,8 @@ Signatures are flash-attn 2's; two keyword-only arguments come from flash-attn 4
   varlen, the natural logarithm of the sum of exponentials of every row, float32 (float64 for float64).
   ``S_dmask`` (batch, heads, sq, sk) holds the probabilities, negative where an entry was dropped; varlen
   puts each sequence at [0, 0]. It takes quadratic memory and has no gradient; ``out`` stays the same. With
-  dropout, and for varlen, it breaks a graph of torch.compile; everything else makes one full graph.
+  dropout, and for varlen, it breaks a graph of torch.compile, as a ``window_size`` in a tensor does;
+  everything else makes one full graph.
 - Everything is differentiable, the LSE included, but for ``flash_attn_with_kvcache`` and paged keys.
 - What an input is refused with is a ValueError and a RuntimeError at once, and names the argument.
 
@@ -37,8 +38,8 @@ Differences from flash-attn 2:
   so are their gradients.
 - ``flash_attn_with_kvcache`` takes pages of any size, any even rotary dimension and int64 integers;
   ``num_splits`` is accepted and does not change a bit of the result. Two sequences that would append to one
-  place (equal ``cache_batch_idx``) are refused. Where a gradient would be recorded
-  through it, it raises a RuntimeError, and flash-attn does without the gradient: use ``torch.no_grad()``.
+  place (equal ``cache_batch_idx``) are refused. Where a gradient would be recorded through it, it raises a
+  RuntimeError; flash-attn does without the gradient. Use ``torch.no_grad()``.
 """
 
 from __future__ import annotations
