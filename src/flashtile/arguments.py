@@ -272,15 +272,22 @@ def checked_seed(dropout_p: object, seed: object, device: torch.device) -> Tenso
         raise TypeError(f"dropout_p must be a float, got {type(dropout_p).__name__}")
     if not 0.0 <= dropout_p <= 1.0:
         raise ValueError(f"dropout_p must be between 0 and 1, got {dropout_p}")
-    if seed is not None:
+    if isinstance(seed, Tensor):
+        if seed.dtype != torch.int64 or seed.numel() != 1:
+            raise TypeError(
+                f"seed must be an int or an int64 tensor of one element, got {seed.dtype} {tuple(seed.shape)}"
+            )
+    elif seed is not None:
         if isinstance(seed, bool) or not isinstance(seed, (int, torch.SymInt)):
-            raise TypeError(f"seed must be an int, got {type(seed).__name__}")
+            raise TypeError(f"seed must be an int or an int64 tensor, got {type(seed).__name__}")
         if not -(2**63) <= seed < 2**64:
             raise ValueError(f"seed must fit in 64 bits, got {seed}")
     if dropout_p == 0.0:
         return None
     if seed is None:
         return draw_seed(device)
+    if isinstance(seed, Tensor):
+        return seed.reshape(1).to(device)
     return torch.tensor([seed if seed < 2**63 else seed - 2**64], dtype=torch.int64, device=device)
 
 

@@ -28,7 +28,7 @@ def attention(
     alibi_slopes: Tensor | None = ...,
     sinks: Tensor | None = ...,
     dropout_p: float = ...,
-    seed: int | None = ...,
+    seed: int | Tensor | None = ...,
     return_lse: Literal[False] = ...,
 ) -> Tensor: ...
 @overload
@@ -44,7 +44,7 @@ def attention(
     alibi_slopes: Tensor | None = ...,
     sinks: Tensor | None = ...,
     dropout_p: float = ...,
-    seed: int | None = ...,
+    seed: int | Tensor | None = ...,
     return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
 def attention(
@@ -59,7 +59,7 @@ def attention(
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
     dropout_p: float = 0.0,
-    seed: int | None = None,
+    seed: int | Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention in tiles, forward and backward, with memory linear in the lengths.
@@ -85,8 +85,9 @@ def attention(
         sinks: (Hq,), any floating dtype; one more logit per head in the softmax's denominator, with no value.
         dropout_p: probability with which an entry of the softmax is dropped; the kept ones are divided by
             ``1 - dropout_p``.
-        seed: 64-bit seed of the dropout mask (see ``flashtile.dropout_mask``). By default drawn from
-            PyTorch's generator, so torch.manual_seed and torch.utils.checkpoint govern it.
+        seed: 64-bit seed of the dropout mask (see ``flashtile.dropout_mask``), an int or an int64 tensor of
+            one element. By default drawn from PyTorch's generator, so torch.manual_seed and
+            torch.utils.checkpoint govern it.
         return_lse: also return the LSE, the natural log of the sum of exponentials of every row of scores.
 
     Returns:

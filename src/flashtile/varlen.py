@@ -46,7 +46,7 @@ def attention_varlen(
     alibi_slopes: Tensor | None = ...,
     sinks: Tensor | None = ...,
     dropout_p: float = ...,
-    seed: int | None = ...,
+    seed: int | Tensor | None = ...,
     return_lse: Literal[False] = ...,
 ) -> Tensor: ...
 @overload
@@ -67,7 +67,7 @@ def attention_varlen(
     alibi_slopes: Tensor | None = ...,
     sinks: Tensor | None = ...,
     dropout_p: float = ...,
-    seed: int | None = ...,
+    seed: int | Tensor | None = ...,
     return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
 def attention_varlen(
@@ -87,7 +87,7 @@ def attention_varlen(
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
     dropout_p: float = 0.0,
-    seed: int | None = None,
+    seed: int | Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """``flashtile.attention`` of B packed sequences, each within itself: no padding, no work for it.

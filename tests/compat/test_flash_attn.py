@@ -249,6 +249,7 @@ def test_the_lse_has_a_gradient():
     [
         {"causal": True, "return_lse": True},
         {"window_size": (3, 2), "softcap": 2.0, "dropout_p": 0.2},
+        {"dropout_p": 0.2, "return_attn_probs": True},
         {"alibi_slopes": torch.rand(4), "learnable_sink": torch.rand(4), "return_attn_probs": True},
     ],
 )

@@ -73,7 +73,7 @@ class Options(NamedTuple):
     alibi_slopes: Tensor | None
     sinks: Tensor | None
     dropout_p: float
-    seed: int | None = None
+    seed: int | Tensor | None = None
 
 
 def options_of(

@@ -134,7 +134,7 @@ def _with_seed(options: Options, query: Tensor) -> Options:
     """Whoever asks for the dropped entries needs the seed: drawn as attention() would, so out is the same."""
     if not options.dropout_p or options.seed is not None:
         return options
-    return options._replace(seed=int(draw_seed(query.device)))
+    return options._replace(seed=draw_seed(query.device))
 
 
 def _bound(name: str, length: int | Tensor) -> int | None:

@@ -17,9 +17,9 @@ Signatures are flash-attn 2's; two keyword-only arguments come from flash-attn 4
 - ``return_attn_probs``: return (out, lse, S_dmask). ``lse`` is (batch, heads, sq), or (heads, tokens) for
   varlen, the natural logarithm of the sum of exponentials of every row, float32 (float64 for float64).
   ``S_dmask`` (batch, heads, sq, sk) holds the probabilities, negative where an entry was dropped; varlen
-  puts each sequence at [0, 0]. It takes quadratic memory and has no gradient; ``out`` stays the same. With
-  dropout, and for varlen, it breaks a graph of torch.compile, as a ``window_size`` in a tensor does;
-  everything else makes one full graph.
+  puts each sequence at [0, 0]. It takes quadratic memory and has no gradient; ``out`` stays the same. For
+  varlen it breaks a graph of torch.compile, as a ``window_size`` in a tensor does; everything else makes one
+  full graph.
 - Everything is differentiable, the LSE included, but for ``flash_attn_with_kvcache`` and paged keys.
 - What an input is refused with is a ValueError and a RuntimeError at once, and names the argument.
 
