@@ -294,7 +294,7 @@ REFUSALS = [
     (
         {"value": normal(2, 4, 6, 8)},
         ValueError,
-        r"value must have batch, heads and length of key, \(2, 4, 7\)",
+        r"value must have all sizes of key but the last",
     ),
     (
         {"key": normal(2, 3, 7, 8), "value": normal(2, 3, 7, 8)},
