@@ -27,7 +27,7 @@ from flashtile.bench import ceilings, machine
 from flashtile.bench.console import Progress, table
 from flashtile.bench.timing import Run, format_seconds, interleave
 
-OURS = "flashtile"
+OURS, PADDED = "flashtile", "torch SDPA, padded"
 CAUSAL = masks.causal()
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 # Documents of a text corpus: most are short, a few are long.
@@ -41,6 +41,7 @@ class Comparison:
     name: str
     calls: dict[str, Run]
     read_bytes: int | None = None
+    lengths: tuple[int, ...] = ()
 
 
 def cache_cases(keys: int) -> list[Comparison]:
@@ -53,7 +54,7 @@ def cache_cases(keys: int) -> list[Comparison]:
         read = 2 * cache[0].numel() * cache[0].element_size()
         contiguous = {
             OURS: partial(flashtile.attention_kvcache, query, *cache),
-            "torch SDPA": partial(F.scaled_dot_product_attention, query, *cache, enable_gqa=True),
+            "torch SDPA": partial(torch_sdpa, query, *cache),
             "torch matmul": partial(grouped_matmul, query, *cache),
         }
         cases.append(Comparison(name, contiguous, read))
@@ -61,7 +62,8 @@ def cache_cases(keys: int) -> list[Comparison]:
             pages, block_table = in_pages(cache, page_size)
             paged = {
                 OURS: partial(flashtile.attention_kvcache, query, *pages, block_table=block_table),
-                "torch SDPA": partial(gathered, query, pages, block_table),
+                "torch SDPA": partial(gathered, torch_sdpa, query, pages, block_table),
+                "torch matmul": partial(gathered, grouped_matmul, query, pages, block_table),
             }
             cases.append(Comparison(f"{name}, pages of {page_size}", paged, read))
     return cases
@@ -95,27 +97,30 @@ def in_pages(cache: list[Tensor], page_size: int) -> tuple[list[Tensor], Tensor]
     return pages, block_table
 
 
-def gathered(query: Tensor, pages: list[Tensor], block_table: Tensor) -> Tensor:
+def torch_sdpa(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(query, key, value, enable_gqa=True)
+
+
+def gathered(
+    attend: Callable[..., Tensor], query: Tensor, pages: list[Tensor], block_table: Tensor
+) -> Tensor:
     """torch has no paged call: the pages are copied together first."""
     cache = (tensor[block_table[0].long()].transpose(0, 1).flatten(1, 2)[None] for tensor in pages)
-    return F.scaled_dot_product_attention(query, *cache, enable_gqa=True)
+    return attend(query, *cache)
 
 
 def packed_cases(lengths: tuple[int, ...]) -> list[Comparison]:
     """Causal sequences of different lengths, 8 heads, head_dim 64: packed, padded, and one by one."""
     cases = []
-    tokens, longest = sum(lengths), max(lengths)
+    tokens = sum(lengths)
     for (short, dtype), backward in itertools.product(DTYPES.items(), (False, True)):
         packed = [torch.randn(tokens, 8, 64).to(dtype) for _ in range(3)]
         padded = [pad(tensor, lengths) for tensor in packed]
-        visible = (CAUSAL & masks.key_lengths(lengths)).dense(len(lengths), longest, longest)
         starts = torch.tensor([0, *itertools.accumulate(lengths)])
         calls: dict[str, tuple[Callable[..., Tensor], list[Tensor]]] = {
             OURS: (lambda *qkv, starts=starts: flashtile.attention_varlen(*qkv, starts, mask=CAUSAL), packed),
-            "torch SDPA, padded": (
-                lambda *qkv, visible=visible: F.scaled_dot_product_attention(*qkv, attn_mask=visible),
-                padded,
-            ),
+            # Padding stands behind every sequence, so that causal hides it.
+            PADDED: (lambda *qkv: F.scaled_dot_product_attention(*qkv, is_causal=True), padded),
             "torch SDPA, one by one": (lambda *qkv, lengths=lengths: one_by_one(qkv, lengths), packed),
         }
         direction = "forward and backward" if backward else "forward"
@@ -123,7 +128,7 @@ def packed_cases(lengths: tuple[int, ...]) -> list[Comparison]:
         runs = {
             who: training(*call) if backward else partial(call[0], *call[1]) for who, call in calls.items()
         }
-        cases.append(Comparison(name, runs))
+        cases.append(Comparison(name, runs, lengths=lengths))
     return cases
 
 
@@ -140,25 +145,37 @@ def one_by_one(packed: tuple[Tensor, ...], lengths: tuple[int, ...]) -> Tensor:
 
 
 def training(function: Callable[..., Tensor], inputs: list[Tensor]) -> Run:
+    """Forward and backward; the gradient that flows in is the query, which is 0 where there is padding."""
     leaves = [tensor.clone().requires_grad_() for tensor in inputs]
 
     def run() -> Any:
-        out = function(*leaves)
-        return torch.autograd.grad(out, leaves, out.detach())
+        return torch.autograd.grad(function(*leaves), leaves, inputs[0])
 
     return run
 
 
+def unpad(padded: Tensor, lengths: tuple[int, ...]) -> Tensor:
+    """(B, H, L, D) back to (total, H, D)."""
+    return torch.cat([own[:, :length].transpose(0, 1) for own, length in zip(padded, lengths, strict=True)])
+
+
 def check(case: Comparison) -> None:
-    """Whoever answers in our layout must agree with us, as far as its dtype allows."""
-    own = case.calls[OURS]()
+    """Every call has to give what flashtile's gives, as far as the dtype allows."""
+    own = results(case.calls[OURS])
     for who, call in case.calls.items():
-        found = call()
-        pairs = zip(own, found, strict=True) if isinstance(own, tuple) else [(own, found)]
-        for ours, theirs in pairs:
-            if ours.shape == theirs.shape:
-                error = float((ours.double() - theirs.double()).abs().max() / ours.double().abs().max())
-                assert error < 0.05, f"{case.name}: {who} differs by {error:.2g}"
+        found = results(call)
+        if who == PADDED:
+            found = [unpad(tensor, case.lengths) for tensor in found]
+        for ours, theirs in zip(own, found, strict=True):
+            assert ours.shape == theirs.shape, f"{case.name}: {who} has shape {tuple(theirs.shape)}"
+            error = float((ours.double() - theirs.double()).abs().max() / ours.double().abs().max())
+            allowed = 16 * torch.finfo(ours.dtype).eps
+            assert error < allowed, f"{case.name}: {who} differs by {error:.2g}, more than {allowed:.2g}"
+
+
+def results(call: Run) -> list[Tensor]:
+    found = call()
+    return list(found) if isinstance(found, tuple) else [found]  # type: ignore[list-item]
 
 
 def measure(cases: list[Comparison], rounds: int) -> dict[str, Any]:

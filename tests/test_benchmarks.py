@@ -46,6 +46,9 @@ def test_a_call_that_differs_is_not_measured():
     )
     with pytest.raises(AssertionError, match="wrong: other differs by 1"):
         doors.check(case)
+    case.calls["other"] = lambda: torch.ones(3, 2)
+    with pytest.raises(AssertionError, match=r"wrong: other has shape \(3, 2\)"):
+        doors.check(case)
 
 
 def test_wrong_results_show_as_errors():

@@ -1,6 +1,6 @@
 """Exact tiled attention (FlashAttention, FlashAttention-2) for PyTorch in pure Python."""
 
-from flashtile import masks
+from flashtile import masks, rotary
 from flashtile.attention import attention
 from flashtile.dropout import dropout_mask
 from flashtile.integrations.sdpa import activate, activated, deactivate
@@ -21,4 +21,5 @@ __all__ = [
     "dropout_mask",
     "masks",
     "merge",
+    "rotary",
 ]

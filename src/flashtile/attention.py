@@ -6,7 +6,7 @@ from typing import Literal, overload
 
 from torch import Tensor
 
-from flashtile import dispatch, torch_ops
+from flashtile import torch_ops
 from flashtile.arguments import Sizes, checked_inputs, checked_intervals, checked_options, checked_seed
 from flashtile.masks import Intervals, Mask
 from flashtile.masks.lengths import Uniform
@@ -126,10 +126,9 @@ def attention(
             AttentionProblem(query, key, value, scale, softcap, lower, upper, first, last)
         )
     else:
-        dispatch.check_device(query.device)
-        out, lse = torch_ops.attention_forward(
-            query, key, value, first, last, dense, bias, alibi_slopes, sinks, seed_tensor,
-            None, None, None, None, None, scale, softcap, lower, upper, dropout_p,
+        out, lse = torch_ops.attention(
+            query, key, value, intervals, scale=scale, softcap=softcap, bias=bias, alibi_slopes=alibi_slopes,
+            sinks=sinks, seed=seed_tensor, dropout_p=dropout_p,
         )  # fmt: skip
     if three_dims:
         out, lse = out.squeeze(1), lse.squeeze(1)

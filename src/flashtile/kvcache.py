@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple, overload
+from typing import Any, Literal, NamedTuple, overload
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -99,8 +100,10 @@ def attention_kvcache(
 
     First rotates the query and the new keys (with ``rotary_cos``), then writes the new keys and values into
     the cache in place (with ``key``), then attends over each sequence's part of the cache. Everything is
-    checked before anything is written. Few queries are split over the keys, so that one sequence uses every
-    core; the split depends on the sequence alone, so its bits do not depend on the rest of the batch.
+    checked before anything is written, but for the values of lengths, entries and pages that are not in host
+    memory or that a compiled graph computes: there the write itself fails. Few queries are split over the
+    keys, so that one sequence uses every core; the split depends on the sequence alone, so its bits do not
+    depend on the rest of the batch.
     For inference: it has no gradient. Autocast does not touch it, since the cache has the dtype it has.
 
     Args:
@@ -134,6 +137,7 @@ def attention_kvcache(
         NotImplementedError: no backend serves the device.
     """
     _check_caches(query, key_cache, value_cache)
+    dispatch.check_device(query.device)
     refuse_gradients(
         "attention_kvcache", query, key_cache, value_cache, key, value, bias, alibi_slopes, sinks
     )
@@ -145,6 +149,8 @@ def attention_kvcache(
     sizes, intervals = Sizes(batch, heads, query_length, place.capacity), Intervals()
     if left_padding is not None:
         padding = _per_sequence("left_padding", left_padding, batch, query.device)
+        if values_known(padding):
+            check_range("left_padding", padding, 0, place.capacity, "the places of the cache")
         intervals = key_starts(padding).intervals(lengths)
     if mask is not None:
         intervals = intervals.intersect(checked_intervals(mask, query, sizes, lengths))
@@ -158,7 +164,6 @@ def attention_kvcache(
         if key is not None:
             steps = torch.arange(key.shape[2], device=query.device)
             key = rotary.apply(key, cos, sin, place.lengths[:, None] + steps, rotary_interleaved)
-    dispatch.check_device(query.device)
     if key is not None and value is not None:
         _append(key_cache, value_cache, key, value, place)
     out, lse = _attend(
@@ -189,8 +194,9 @@ def _attend(
     scale: float | None,
     softcap: float | None,
 ) -> tuple[Tensor, Tensor]:
-    lower, upper, first, last, dense = intervals
-    if values_known(total) and torch_ops.undisturbed(query, key_cache, value_cache):
+    inputs = [t for t in (bias, alibi_slopes, sinks, intervals.dense) if t is not None]
+    if values_known(total) and torch_ops.undisturbed(query, key_cache, value_cache, *inputs):
+        lower, upper, first, last, dense = intervals
         factor = default_scale(query) if scale is None else scale
         return torch_ops.forward(
             AttentionProblem(
@@ -199,11 +205,11 @@ def _attend(
                 block_table=place.block_table,
             )
         )  # fmt: skip
-    out, lse = torch_ops.attention_forward(
-        query, key_cache, value_cache, first, last, dense, bias, alibi_slopes, sinks, None, None, None, total,
-        place.batch_index, place.block_table, scale, softcap, lower, upper, 0.0,
+    return torch_ops.attention(
+        query, key_cache, value_cache, intervals, scale=scale, softcap=softcap, bias=bias,
+        alibi_slopes=alibi_slopes, sinks=sinks, key_lengths=total, batch_index=place.batch_index,
+        block_table=place.block_table,
     )  # fmt: skip
-    return out, lse
 
 
 def _check_caches(query: Tensor, key_cache: Tensor, value_cache: Tensor) -> None:
@@ -223,8 +229,11 @@ def _check_caches(query: Tensor, key_cache: Tensor, value_cache: Tensor) -> None
 
 def _per_sequence(name: str, values: Integers, batch: int, device: torch.device) -> Tensor:
     """int64 (B,)"""
-    if is_int(values):
-        return torch.full((batch,), values, dtype=torch.int64, device=device)  # type: ignore[arg-type]
+    if isinstance(values, Tensor) and values.dim() == 0:
+        return integer_tensor(name, values, 0, device).expand(batch)
+    number: Any = values.__index__() if isinstance(values, np.integer) else values
+    if is_int(number):
+        return torch.full((batch,), number, dtype=torch.int64, device=device)
     tensor = integer_tensor(name, values, 1, device)
     if tensor.shape[0] != batch:
         raise ValueError(f"{name} must have one number per sequence, {batch}, got {shape_of(tensor)}")
@@ -273,6 +282,7 @@ def _check_append(
     place: _Place,
     full: bool,
 ) -> None:
+    """The new rows, and that the cache has the places that are read and written."""
     if (key is None) != (value is None):
         missing = "key" if key is None else "value"
         raise ValueError(f"{missing} must be given together with the other of key and value, got None")
@@ -280,20 +290,9 @@ def _check_append(
     if key is not None and value is not None:
         if full:
             raise ValueError("cache_lengths must say where key and value are to be written, got None")
-        new = key.shape[2] if isinstance(key, Tensor) and key.dim() == 4 else 0
-        for name, tensor, cache in (("key", key, key_cache), ("value", value, value_cache)):
-            if not isinstance(tensor, Tensor):
-                raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
-            check_alike(name, tensor, query)
-            expected = (query.shape[0], cache.shape[1], new, cache.shape[3])
-            if tensor.shape != expected:
-                raise ValueError(
-                    f"{name} must be (batch, heads, length, head_dim) = {expected}, got {shape_of(tensor)}"
-                )
-            if any(
-                stride == 0 and size > 1 for size, stride in zip(cache.shape, cache.stride(), strict=True)
-            ):
-                raise ValueError(f"{name}_cache must not be expanded where {name} is appended, got stride 0")
+        _check_new("key", key, query, key_cache)
+        new = key.shape[2]
+        _check_new("value", value, query, value_cache, new)
     if not values_known(place.lengths):
         return
     what = f"the {place.capacity} places of the cache" + (f" less {new} new keys" if new else "")
@@ -304,12 +303,30 @@ def _check_append(
         _check_distinct(place, new, key_cache.shape[2])
 
 
+def _check_new(name: str, tensor: Tensor, query: Tensor, cache: Tensor, length: int | None = None) -> None:
+    """New keys or values: (B, Hkv, length, head_dim of the cache)."""
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+    check_alike(name, tensor, query)
+    batch, heads, head_dim = query.shape[0], cache.shape[1], cache.shape[3]
+    if tensor.dim() == 4 and length is None:
+        length = tensor.shape[2]
+    if tensor.shape != (batch, heads, length, head_dim):
+        rows = "new length" if length is None else length
+        raise ValueError(
+            f"{name} must be (batch, heads, length, head_dim) = ({batch}, {heads}, {rows}, {head_dim}), "
+            f"got {shape_of(tensor)}"
+        )
+    if any(stride == 0 and size > 1 for size, stride in zip(cache.shape, cache.stride(), strict=True)):
+        raise ValueError(f"{name}_cache must not be expanded where {name} is appended, got stride 0")
+
+
 def _check_distinct(place: _Place, new: int, page_size: int) -> None:
     """Two sequences must not write to the same place."""
     if place.batch_index is not None:
         name, places = "batch_index", place.batch_index
     elif place.block_table is not None:
-        pages, offsets = _pages(place, new, page_size)
+        pages, offsets = _pages(place, new, page_size, 0)
         name, places = "block_table", pages * page_size + offsets
     else:
         return
@@ -323,18 +340,8 @@ def _checked_rotary(
     if cos is None or sin is None:
         missing = "rotary_cos" if cos is None else "rotary_sin"
         raise ValueError(f"{missing} must be given together with the other of the two, got None")
-    head_dim, length = query.shape[3], query.shape[2]
-    for name, table in (("rotary_cos", cos), ("rotary_sin", sin)):
-        if not isinstance(table, Tensor) or not table.is_floating_point():
-            kind = table.dtype if isinstance(table, Tensor) else type(table).__name__
-            raise TypeError(f"{name} must be a floating-point tensor, got {kind}")
-        if table.device != query.device:
-            raise ValueError(f"{name} must be on the device of query, {query.device}, got {table.device}")
-        if table.dim() != 2 or 2 * table.shape[1] > head_dim or table.shape != cos.shape:
-            raise ValueError(
-                f"{name} must be (positions, at most head_dim / 2 = {head_dim // 2}), the same for both, "
-                f"got {shape_of(table)}"
-            )
+    rotary.check_tables(query, cos, sin, ("rotary_cos", "rotary_sin"))
+    length = query.shape[2]
     if values_known(total) and total.numel():
         longest = int(total.max())
         if longest > cos.shape[0]:
@@ -349,22 +356,33 @@ def _checked_rotary(
     return cos, sin
 
 
-def _pages(place: _Place, new: int, page_size: int) -> tuple[Tensor, Tensor]:
+def _positions(place: _Place, new: int) -> Tensor:
+    """The place of every new key in its sequence, (B, Snew).
+
+    A negative one would count from the end; it becomes one that does not exist, which no write accepts. Only
+    a compiled graph, which could not look at the lengths, gets this far with it.
+    """
+    lengths = torch.where(place.lengths < 0, place.capacity, place.lengths)
+    return lengths[:, None] + torch.arange(new, device=lengths.device)
+
+
+def _pages(place: _Place, new: int, page_size: int, pages: int) -> tuple[Tensor, Tensor]:
     """Page and offset of every new key, (B, Snew) each."""
     assert place.block_table is not None
-    positions = place.lengths[:, None] + torch.arange(new, device=place.lengths.device)
-    return place.block_table.long().gather(1, positions // page_size), positions % page_size
+    positions = _positions(place, new)
+    page = place.block_table.long().gather(1, positions // page_size)
+    return torch.where(page < 0, pages, page), positions % page_size
 
 
 @torch.no_grad()
 def _append(key_cache: Tensor, value_cache: Tensor, key: Tensor, value: Tensor, place: _Place) -> None:
     new = key.shape[2]
     if place.block_table is not None:
-        entries, positions = _pages(place, new, key_cache.shape[2])
+        entries, positions = _pages(place, new, key_cache.shape[2], key_cache.shape[0])
     else:
         index = place.batch_index
         entries = torch.arange(key.shape[0], device=key.device) if index is None else index
         entries = entries[:, None]
-        positions = place.lengths[:, None] + torch.arange(new, device=key.device)
+        positions = _positions(place, new)
     key_cache[entries, :, positions] = key.transpose(1, 2)
     value_cache[entries, :, positions] = value.transpose(1, 2)

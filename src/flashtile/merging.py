@@ -21,7 +21,7 @@ def merge(outputs: Tensor | Sequence[Tensor], lses: Tensor | Sequence[Tensor]) -
         outputs: N outputs of the same queries, (..., L, Dv) each, as a sequence or stacked in one tensor
             (N, ..., L, Dv).
         lses: their LSEs, (..., L) each, in the compute dtype (float32; float64 for float64 outputs) as
-            ``return_lse=True`` gives them.
+            ``return_lse=True`` gives them; of ``attention_varlen``, turned: ``lse.mT``.
 
     Returns:
         ``(out, lse)`` over the union of the keys, (..., L, Dv) in the outputs' dtype and (..., L). A query
@@ -47,6 +47,8 @@ def merge(outputs: Tensor | Sequence[Tensor], lses: Tensor | Sequence[Tensor]) -
         for tensor in tensors:
             if tensor.dtype != wanted:
                 raise TypeError(f"{name} must have the dtype {wanted}, got {tensor.dtype}")
+            if tensor.device != parts[0].device:
+                raise ValueError(f"{name} must all be on {parts[0].device}, got {tensor.device}")
             if tensor.shape != expected:
                 raise ValueError(f"{name} must have shape {tuple(expected)} each, got {shape_of(tensor)}")
     lse = torch.stack(rows)

@@ -28,7 +28,7 @@ def integer_tensor(name: str, values: object, dims: int, device: torch.device) -
         raise TypeError(f"{name} must have the dtype int32 or int64, got {values.dtype}")
     if values.dim() != dims:
         raise ValueError(f"{name} must have {dims} dimension(s), got shape {tuple(values.shape)}")
-    return values.to(device, torch.int64)
+    return values.to(device, torch.int64).contiguous()
 
 
 def cumulative_lengths(name: str, values: object, total: int, device: torch.device) -> Tensor:
@@ -70,26 +70,46 @@ def check_block_table(block_table: Tensor, lengths: Tensor, page_size: int, page
 
 
 def check_problem(problem: AttentionProblem) -> None:
-    """What the front door checks, for calls whose values it could not see."""
-    query_rows, key_rows = problem.query.shape[2], problem.key.shape[2]
-    longest = [query_rows, problem.most_keys]
-    for i, (starts, rows) in enumerate(((problem.query_starts, query_rows), (problem.key_starts, key_rows))):
-        if starts is not None:
-            check_starts(("cu_seqlens_q", "cu_seqlens_k")[i], starts, rows)
-            longest[i] = int(starts.diff().max())
-    if problem.query_starts is not None and problem.key_lengths is not None:
-        longest[1] = int(problem.key_lengths.max())
-    for name, plane in (("mask", problem.mask), ("bias", problem.bias)):
-        if plane is not None and any(
-            size not in (1, most) for size, most in zip(plane.shape[2:], longest, strict=True)
-        ):
-            raise ValueError(
-                f"{name} must broadcast to the longest sequences, {tuple(longest)}, got {tuple(plane.shape)}"
-            )
+    """What the front doors check, for calls whose values they could not see."""
+    longest = [problem.query.shape[2], problem.most_keys]
+    if problem.query_starts is not None:
+        check_starts("cu_seqlens_q", problem.query_starts, problem.query.shape[2])
+        longest[0] = int(problem.query_starts.diff().max())
+    if problem.key_starts is not None:
+        check_starts("cu_seqlens_k", problem.key_starts, problem.key.shape[2])
+        longest[1] = int(problem.key_starts.diff().max())
     if problem.key_lengths is not None:
-        check_range("lengths", problem.key_lengths, 0, problem.most_keys, "the places of the cache")
+        check_range("cache_lengths", problem.key_lengths, 0, problem.most_keys, "the places of the cache")
     if problem.batch_index is not None:
         last = problem.key.shape[0] - 1
         check_range("batch_index", problem.batch_index, 0, last, "the entries of the cache")
     if problem.block_table is not None and problem.key_lengths is not None:
-        check_block_table(problem.block_table, problem.key_lengths, key_rows, problem.key.shape[0])
+        check_block_table(
+            problem.block_table, problem.key_lengths, problem.key.shape[2], problem.key.shape[0]
+        )
+    _check_rows(problem)
+    for name, plane in (("mask", problem.mask), ("bias", problem.bias)):
+        if plane is not None and any(
+            size != 1 and size < most for size, most in zip(plane.shape[2:], longest, strict=True)
+        ):
+            raise ValueError(
+                f"{name} must broadcast to the longest sequences, {tuple(longest)}, got {tuple(plane.shape)}"
+            )
+
+
+def _check_rows(problem: AttentionProblem) -> None:
+    """One row of every table per sequence."""
+    starts = problem.key_starts
+    tables = {
+        "cu_seqlens_k": None if starts is None else starts[1:],
+        "cache_lengths": problem.key_lengths,
+        "batch_index": problem.batch_index,
+        "block_table": problem.block_table,
+    }
+    for name, table in tables.items():
+        if table is not None and table.shape[0] != problem.sequences:
+            raise ValueError(
+                f"{name} must describe {problem.sequences} sequences, as query does, got {table.shape[0]}"
+            )
+    if problem.block_table is not None and problem.block_table.dtype != torch.int32:
+        raise TypeError(f"block_table must reach the operator as int32, got {problem.block_table.dtype}")

@@ -65,6 +65,9 @@ def _attention(
 
 def _by_sequence(problem: AttentionProblem, row_by_row: bool | None) -> tuple[Tensor, Tensor]:
     """Every sequence a call of its own; packed queries behind the last one get what sees nothing gets."""
+    if problem.sequences == 0:
+        out = problem.query.new_zeros(*problem.query.shape[:3], problem.value.shape[3])
+        return out, out[..., 0].to(compute_dtype(out.dtype))
     parts = [
         _attention(sequence(problem, index), row_by_row, first_sequence=index)
         for index in range(problem.sequences)

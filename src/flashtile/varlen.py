@@ -8,7 +8,7 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
-from flashtile import dispatch, torch_ops
+from flashtile import torch_ops
 from flashtile.arguments import (
     Sizes,
     autocast,
@@ -38,7 +38,7 @@ def attention_varlen(
     *,
     max_seqlen_q: int | None = ...,
     max_seqlen_k: int | None = ...,
-    block_table: Tensor | None = ...,
+    block_table: Tensor | Sequence[Sequence[int]] | None = ...,
     mask: Mask | Tensor | None = ...,
     bias: Tensor | None = ...,
     scale: float | None = ...,
@@ -59,7 +59,7 @@ def attention_varlen(
     *,
     max_seqlen_q: int | None = ...,
     max_seqlen_k: int | None = ...,
-    block_table: Tensor | None = ...,
+    block_table: Tensor | Sequence[Sequence[int]] | None = ...,
     mask: Mask | Tensor | None = ...,
     bias: Tensor | None = ...,
     scale: float | None = ...,
@@ -79,7 +79,7 @@ def attention_varlen(
     *,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
-    block_table: Tensor | None = None,
+    block_table: Tensor | Sequence[Sequence[int]] | None = None,
     mask: Mask | Tensor | None = None,
     bias: Tensor | None = None,
     scale: float | None = None,
@@ -102,33 +102,36 @@ def attention_varlen(
             sequence b has the queries ``cu_seqlens_q[b]`` to ``cu_seqlens_q[b + 1] - 1``. Rows behind the
             last end belong to no sequence: output 0, LSE -inf, gradient 0.
         cu_seqlens_k: the same for key and value; by default ``cu_seqlens_q``.
-        max_seqlen_q, max_seqlen_k: bounds of the lengths, as other libraries need them; checked, not needed.
-        block_table: (B, P) integers, the pages of each sequence in order; without gradients. The sequence
-            has as many keys as ``cu_seqlens_k`` says.
+        max_seqlen_q, max_seqlen_k: bounds of the lengths, checked; by default the longest sequence.
+        block_table: (B, P) integers, the pages of each sequence in order; without gradients. ``cu_seqlens_k``
+            says how many keys it has. Autocast leaves pages, and so the other inputs, as they are.
         mask: a ``flashtile.Mask``, resolved for every sequence by its own lengths (values per query or per
-            key are packed as query and key are), or a bool tensor that broadcasts to (B, Hq, longest
-            sequence of queries, longest sequence of keys), in every sequence's own coordinates.
+            key are packed as query and key are), or a bool tensor that broadcasts to (B, Hq, max_seqlen_q,
+            max_seqlen_k), in every sequence's own coordinates.
         bias: query's dtype, broadcasts as a bool mask does.
         alibi_slopes: (Hq,) or (B, Hq).
         scale, softcap, sinks, dropout_p, seed: as in ``attention``. The dropout mask is
-            ``flashtile.dropout_mask(seed, dropout_p, B, Hq, longest, longest)``, cut to each sequence.
+            ``flashtile.dropout_mask(seed, dropout_p, B, Hq, max_seqlen_q, max_seqlen_k)``, cut to each.
         return_lse: also return the LSE.
 
     Returns:
         The output (Tq, Hq, Dv) in query's dtype; with ``return_lse`` also the LSE (Hq, Tq) in float32
-        (float64 for float64 inputs).
+        (float64 for float64 inputs). Parts over disjoint keys merge as ``merge(outputs, [lse.mT ...])``.
 
     Raises:
         TypeError: an argument of a wrong type or dtype.
         ValueError: a wrong shape, device or value; cumulative lengths that do not start at 0, decrease or
-            exceed the rows there are (as far as values are in host memory).
+            exceed the rows there are (values on other devices are not looked at).
+        RuntimeError: a gradient would have to be recorded through pages.
         NotImplementedError: no backend serves the device.
     """
     paged = block_table is not None
     query, key, value, bias = _checked_packed(query, key, value, bias, paged)
     device, rows, keys = query.device, query.shape[2], key.shape[2]
     query_starts = cumulative_lengths("cu_seqlens_q", cu_seqlens_q, rows, device)
-    if cu_seqlens_k is None and rows != keys and not paged:
+    if cu_seqlens_k is None and paged:
+        raise ValueError("cu_seqlens_k must say how many keys of its pages a sequence has, got None")
+    if cu_seqlens_k is None and rows != keys:
         raise ValueError(f"key must have as many rows as query, {rows}, without cu_seqlens_k, got {keys}")
     key_starts = query_starts
     if cu_seqlens_k is not None:
@@ -140,7 +143,8 @@ def attention_varlen(
         )
     lengths_k = key_starts.diff()
     if block_table is not None:
-        refuse_gradients("attention_varlen with block_table", query, key, value)
+        differentiable = (query, key, value, bias, alibi_slopes, sinks)
+        refuse_gradients("attention_varlen with block_table", *differentiable)
         block_table = _checked_table(block_table, lengths_k, key)
     longest = (
         _longest("max_seqlen_q", max_seqlen_q, query_starts.diff()),
@@ -152,18 +156,20 @@ def attention_varlen(
         capacity = keys if block_table is None else keys * block_table.shape[1]
         bound = capacity if longest[1] is None else longest[1]
         packed = None if paged else key_starts
-        lengths = Packed(rows, None if paged else keys, bound, longest, query_starts, packed, lengths_k)
+        lengths = Packed(
+            rows, None if paged else keys, bound, longest, query_starts, packed, lengths_k,
+            same=cu_seqlens_k is None,
+        )  # fmt: skip
         intervals = checked_intervals(mask, query, sizes, lengths)
     bias, alibi_slopes, sinks = checked_options(
         query, sizes, scale=scale, softcap=softcap, bias=bias, alibi_slopes=alibi_slopes, sinks=sinks
     )
     seed_tensor = None if dropout_p == 0.0 and seed is None else checked_seed(dropout_p, seed, device)
-    dispatch.check_device(device)
-    lower, upper, first, last, dense = intervals
-    out, lse = torch_ops.attention_forward(
-        query, key, value, first, last, dense, bias, alibi_slopes, sinks, seed_tensor, query_starts,
-        None if paged else key_starts, lengths_k if paged else None, None, block_table,
-        scale, softcap, lower, upper, dropout_p,
+    out, lse = torch_ops.attention(
+        query, key, value, intervals, scale=scale, softcap=softcap, bias=bias, alibi_slopes=alibi_slopes,
+        sinks=sinks, seed=seed_tensor, dropout_p=dropout_p, query_starts=query_starts,
+        key_starts=None if paged else key_starts, key_lengths=lengths_k if paged else None,
+        block_table=block_table,
     )  # fmt: skip
     out, lse = out.squeeze(0).transpose(0, 1), lse.squeeze(0)
     return (out, lse) if return_lse else out
@@ -194,7 +200,7 @@ def _checked_packed(
     return query, key.transpose(0, 1).unsqueeze(0), value.transpose(0, 1).unsqueeze(0), bias
 
 
-def _checked_table(block_table: Tensor, lengths: Tensor, key: Tensor) -> Tensor:
+def _checked_table(block_table: Tensor | Sequence[Sequence[int]], lengths: Tensor, key: Tensor) -> Tensor:
     table = integer_tensor("block_table", block_table, 2, lengths.device)
     pages, _, page_size, _ = key.shape
     if page_size < 1:
@@ -211,12 +217,14 @@ def _checked_table(block_table: Tensor, lengths: Tensor, key: Tensor) -> Tensor:
 
 
 def _longest(name: str, bound: object, lengths: Tensor) -> int | None:
-    """The longest sequence, the bound where lengths are not known, None where neither is."""
+    """The bound, or else the longest sequence; None where neither is known."""
     if bound is not None and not is_int(bound):
         raise TypeError(f"{name} must be an int, got {type(bound).__name__}")
     if not values_known(lengths):
         return bound  # type: ignore[return-value]
     longest = int(lengths.max())
-    if isinstance(bound, int) and bound < longest:
+    if not isinstance(bound, int):
+        return longest
+    if bound < longest:
         raise ValueError(f"{name} must be at least the longest sequence, {longest}, got {bound}")
-    return longest
+    return bound

@@ -76,14 +76,15 @@ def test_kernels_that_nobody_loads_are_deleted(folder):
     compilations()
     (kept,) = folder.glob("*.bin")
     month = 30 * 24 * 3600
-    stale, foreign = folder / "old.bin", folder / "notes.txt"
-    for file, age in ((stale, month + 60), (foreign, 2 * month), (kept, month - 60)):
+    stale = [folder / f"forward-float32-{'0a' * 16}.bin", folder / "tmp8xq.flashtile-part"]
+    foreign = [folder / name for name in ("pytorch_model.bin", "x-y.bin", "notes.txt", "tmp8xq")]
+    for file in (*stale, *foreign, kept):
         file.touch()
+        age = month - 60 if file == kept else month + 60
         os.utime(file, (file.stat().st_atime, time.time() - age))
     cache.DiskCache("another").save_overload((), Reducible())
-    assert not stale.exists()
-    assert foreign.exists()
-    assert kept.exists()
+    assert not any(file.exists() for file in stale)
+    assert all(file.exists() for file in (*foreign, kept))
 
     before = kept.stat().st_mtime
     assert compilations() == 0

@@ -140,8 +140,9 @@ def backward(kind: Kind, call: int, scratch: int, task: int) -> None:
         space = scratch + field(call, AT_KEY_COLUMNS)
         kt = columns_operand(kind, call, scratch, KEY, batch, kv_head, first, keys, HEAD_DIM, space)
     # Where sequences share a bias, shorter ones hand the turn on to those behind them for longer ones.
-    for tile in range(field(call, TILES) if _shares_bias(call) else place.tiles):
-        _await_turn(call, task, place, tile)
+    rounds = field(call, TILES) if _shares_bias(call) else place.tiles
+    for tile in range(rounds):
+        _await_turn(kind, call, task, place, tile, rounds)
         if tile < place.tiles:
             _tile_backward(kind, call, scratch, place, first, keys, tile, k, v, kt, finite)
         publish(field(call, PROGRESS) + 8 * task, tile + 1)
@@ -193,22 +194,28 @@ def _shares_bias(call: int) -> bool:
 
 
 @native
-def _await_turn(call: int, task: int, place: _Place, tile: int) -> None:
-    """Waits for whoever adds to the same dQ tile, or to the same tile of a shared bias, before this task."""
+def _await_turn(kind: Kind, call: int, task: int, place: _Place, tile: int, rounds: int) -> None:
+    """Waits for whoever adds to the same dQ tile, or to the same rows of a shared bias, before this task."""
     progress = field(call, PROGRESS)
     if place.same_head >= 0:
         wait_above(progress + 8 * place.same_head, tile)
     if field(call, GRAD_BIAS) == 0:
         return
-    before = -1
-    if field(call, GRAD_BIAS + 2) == 0 and place.kv_head > 0:
+    before, last, over_heads = -1, tile, field(call, GRAD_BIAS + 2) == 0
+    if over_heads and place.kv_head > 0:
         before = task - 1
     elif _shares_bias(call):
         before = place.same_split
-        if before >= 0 and field(call, GRAD_BIAS + 2) == 0:
+        if before >= 0 and over_heads:
             before += field(call, KV_HEADS) - 1
+    if over_heads:
+        # The heads of a group share a row, and a tile may end between them: who was before must have left all
+        # the tiles that hold this tile's last query.
+        group, width = field(call, GROUP), COLUMNS * lanes(kind)
+        last_query = ((tile + 1) * width - 1) // group
+        last = min(rounds - 1, ((last_query + 1) * group - 1) // width)
     if before >= 0:
-        wait_above(progress + 8 * before, tile)
+        wait_above(progress + 8 * before, last)
 
 
 @native

@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import os
 import pickle
+import re
 import sys
 import tempfile
 import time
@@ -26,6 +27,8 @@ from numba.core.compiler import CompileResult
 from numba.core.registry import cpu_target
 
 _KEPT_SECONDS = 30 * 24 * 3600
+_PART = ".flashtile-part"
+_OUR_NAMES = re.compile(rf".+-[0-9a-f]{{32}}\.bin|.+{re.escape(_PART)}")
 
 
 def _in_home() -> Path:
@@ -86,10 +89,14 @@ def _environment() -> bytes:
 
 
 def _remove_unused(place: Path) -> None:
-    """Deletes what no process has loaded for a month: kernels of other versions, above all."""
-    for file in place.glob("*.bin"):
+    """Deletes what no process has loaded for a month: kernels of other versions, above all.
+
+    Only files with names that this module gives: the folder may hold others.
+    """
+    for file in place.iterdir():
         with contextlib.suppress(OSError):  # another process was faster
-            if file.stat().st_mtime < time.time() - _KEPT_SECONDS:
+            old = file.stat().st_mtime < time.time() - _KEPT_SECONDS
+            if old and _OUR_NAMES.fullmatch(file.name):
                 file.unlink()
 
 
@@ -132,7 +139,7 @@ class DiskCache(_Cache):
             return
         payload, part = pickle.dumps(data._reduce()), None
         try:
-            with tempfile.NamedTemporaryFile(dir=file.parent, delete=False) as part:
+            with tempfile.NamedTemporaryFile(dir=file.parent, suffix=_PART, delete=False) as part:
                 part.write(hashlib.sha256(payload).digest() + payload)
             os.replace(part.name, file)
             _remove_unused(file.parent)

@@ -14,7 +14,7 @@ from .backward import row_deltas
 from .entries import entry
 from .gemm import COLUMNS
 from .kinds import Kind
-from .plans import KINDS, Plan, lay_out, padded, plan_forward, plan_of, tile_keys, tiles_of
+from .plans import KINDS, Plan, lay_out, plan_forward, plan_of, row_room, tile_keys, tiles_of
 from .ragged import Extent, schedule, sequences_of
 from .rows import TABLE_BYTES
 from .workers import run
@@ -145,8 +145,8 @@ def _run_backward(problem: AttentionProblem, kind: Kind, call: array[int], gradi
     if gradients.bias is not None:
         # Broadcast rows or columns collect per head; a full plane collects in place, its sharers taking
         # turns.
-        plane = gradients.bias.shape[2:]
-        in_place = plane == (query_length, key_length)
+        plane = gradients.bias.shape[2:]  # of a packed call, perhaps larger than the longest sequence
+        in_place = (plane[0] > 1 or query_length == 1) and (plane[1] > 1 or key_length == 1)
         if plane == (1, 1):
             plane = torch.Size((query_length, 1))  # tiles and splits would meet in one number
         bias = (
@@ -161,7 +161,7 @@ def _run_backward(problem: AttentionProblem, kind: Kind, call: array[int], gradi
     call[c.TILES], call[c.SPLITS] = extent.tiles, extent.splits
     call[c.TILE_KEYS], call[c.SPLIT_KEYS] = keys, split
     call[c.SPACE], call[c.PROGRESS] = space.data_ptr(), c.address(progress)
-    key_row, value_row = padded(kind, head_dim) * size, padded(kind, value_dim) * size
+    key_row, value_row = row_room(kind, head_dim) * size, row_room(kind, value_dim) * size
     scratch = lay_out(
         call,
         {

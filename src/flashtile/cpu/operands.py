@@ -29,10 +29,14 @@ def _rows_of_tile(
     count, step = field(call, dim), field(call, tensor + 4)
     if run_length(call, first, keys) == keys:
         return key_at(call, tensor, batch, kv_head, first), field(call, tensor + 3), step
-    size, target = itemsize(kind), scratch + field(call, AT_PAGES)
-    row = count * size
-    for j in range(keys):
-        copy_numbers(kind, key_at(call, tensor, batch, kv_head, first + j), step, count, target + j * row)
+    size, target, done = itemsize(kind), scratch + field(call, AT_PAGES), 0
+    row, row_step = count * size, field(call, tensor + 3)
+    while done < keys:
+        run = run_length(call, first + done, keys - done)
+        source = key_at(call, tensor, batch, kv_head, first + done)
+        for j in range(run):
+            copy_numbers(kind, source + j * row_step, step, count, target + (done + j) * row)
+        done += run
     return target, row, size
 
 

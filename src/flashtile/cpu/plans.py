@@ -44,8 +44,8 @@ def lay_out(call: array[int], parts: dict[int, int]) -> int:
     return total
 
 
-def padded(kind: Kind, count: int) -> int:
-    """At least count + 1, in whole vectors: an odd count of pairs needs one more."""
+def row_room(kind: Kind, count: int) -> int:
+    """Numbers of a row in scratch memory: at least count + 1, since an odd count of pairs needs one more."""
     return int(count // kind.lanes + 1) * kind.lanes
 
 
@@ -155,11 +155,11 @@ def _forward_step(kind: Kind, call: array[int], tasks: int, work: float) -> Step
     tile = call[c.TILE_KEYS] * width * size
     parts = {
         c.AT_ROWS: TABLE_BYTES,
-        c.AT_QUERY: padded(kind, head_dim) * width * size,
+        c.AT_QUERY: row_room(kind, head_dim) * width * size,
         c.AT_SCORES: tile,
         c.AT_OUT: value_dim * width * size,
-        c.AT_KEY: call[c.TILE_KEYS] * padded(kind, head_dim) * size,
-        c.AT_VALUE: call[c.TILE_KEYS] * padded(kind, value_dim) * size,
+        c.AT_KEY: call[c.TILE_KEYS] * row_room(kind, head_dim) * size,
+        c.AT_VALUE: call[c.TILE_KEYS] * row_room(kind, value_dim) * size,
         c.AT_BIAS: tile,
     }
     if call[c.PAGE_SIZE]:
@@ -172,7 +172,7 @@ def _plan_decode(
 ) -> Plan:
     """Few queries: a task is one split of keys for one vector of rows; `merged` vectors have several."""
     size, keys = kind.compute_size, call[c.TILE_KEYS]
-    key_row, value_row = padded(kind, call[c.HEAD_DIM]) * size, padded(kind, call[c.VALUE_DIM]) * size
+    key_row, value_row = row_room(kind, call[c.HEAD_DIM]) * size, row_room(kind, call[c.VALUE_DIM]) * size
     parts = {
         c.AT_ROWS: TABLE_BYTES,
         c.AT_QUERY: kind.lanes * key_row,

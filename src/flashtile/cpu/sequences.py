@@ -106,13 +106,13 @@ def list_keys(call: int, tensor: int, batch: int, head: int, first: int, keys: i
 
 
 class Place(NamedTuple):
-    """Where a task belongs; TILES and SPLITS of the call hold for all sequences, or are the most of any."""
+    """Where a task belongs."""
 
     batch: int
     local: int  # the task's number within its sequence
     tiles: int  # tiles of rows of each key head
     splits: int  # splits of keys of each key head
-    start: int  # what the sequences before it take of SPACE: tiles or splits of all their heads
+    start: int  # what the sequences before it take of SPACE: its `places` in the schedule, or splits
     before: int  # the same local task of the sequence before it in the schedule, -1 if there is none
 
 

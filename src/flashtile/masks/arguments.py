@@ -1,4 +1,4 @@
-"""What the masks share: checking arguments, the position of a query among the keys, and how values print."""
+"""What the masks share: checking arguments, and how values print."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from flashtile.masks.arguments import (
     values_known,
 )
 from flashtile.masks.intervals import Intervals
-from flashtile.masks.lengths import Lengths, Packed, Uniform
+from flashtile.masks.lengths import Lengths, Uniform
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -215,12 +215,11 @@ class _Documents(Mask):
             )
         ids = self._ids.to(lengths.device, torch.int64)
         query_ids = ids if self._query_ids is None else self._query_ids.to(lengths.device, torch.int64)
-        batch = 1 if isinstance(lengths, Packed) else lengths.batch
         for name, tensor, length in (
             ("ids", ids, lengths.keys),
             ("query_ids", query_ids, lengths.query_length),
         ):
-            check_size(f"documents: {name}", "batch", tensor.shape[0], batch)
+            check_size(f"documents: {name}", "batch", tensor.shape[0], lengths.rows)
             if tensor.shape[1] != length:
                 raise ValueError(
                     f"documents: {name} must have length {length}, got shape {tuple(tensor.shape)}"

@@ -24,6 +24,7 @@ class Lengths(ABC):
     query_length: int  # queries of a sequence; of all, where they are packed
     key_length: int  # keys of the longest sequence, or a bound where that is not known
     longest: tuple[int | None, int | None]  # queries and keys of the longest sequence, None if not known
+    rows: int  # of values per query, or per key
     keys: int | None  # how many keys a value per key has to be given for; None: such values have no place
     device: torch.device
 
@@ -74,6 +75,7 @@ class Uniform(Lengths):
 
     def __init__(self, batch: int, query_length: int, key_length: int, device: torch.device) -> None:
         self.batch, self.query_length, self.key_length = batch, query_length, key_length
+        self.rows = batch
         self.longest, self.keys, self.device = (query_length, key_length), key_length, device
 
     @property
@@ -109,6 +111,11 @@ class Cached(Uniform):
     def limit(self) -> Tensor:  # type: ignore[override]
         return self._limit
 
+    def key_positions(self, values: Tensor, name: str) -> Tensor:
+        # A place may be given that the sequence has yet to fill: a prompt comes in chunks.
+        Uniform(self.batch, self.query_length, self.key_length, self.device).key_positions(values, name)
+        return self.clamp(self.per_row(values, name).to(self.device)).to(torch.int32)
+
     def diagonal(self, alignment: Alignment | None, name: str) -> Tensor | int:  # type: ignore[override]
         # Where a query stands is known here, so that a mask need not say it.
         return 0 if alignment == "top-left" else self._limit - self.query_length
@@ -130,7 +137,11 @@ class Packed(Lengths):
         query_starts: Tensor,
         key_starts: Tensor | None,
         key_lengths: Tensor,
+        *,
+        same: bool = False,
     ) -> None:
+        """``same``: every sequence has as many keys as queries, even where their values are not known."""
+        self.rows, self._same = 1, same
         self.batch, self.device = key_lengths.shape[0], query_starts.device
         self.query_length, self.key_length, self.keys, self.longest = queries, key_length, keys, longest
         self._query_starts, self._key_starts, self._key_lengths = query_starts, key_starts, key_lengths
@@ -152,7 +163,7 @@ class Packed(Lengths):
         return values.to(torch.int32)[self._sequence][None]
 
     def diagonal(self, alignment: Alignment | None, name: str) -> Tensor | int:
-        if alignment == "top-left":
+        if alignment == "top-left" or self._same:
             return 0
         diagonals = self._key_lengths - self._query_starts.diff()
         if values_known(diagonals) and bool((diagonals == diagonals[0]).all()):
