@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -291,6 +292,101 @@ def test_compiles_without_graph_breaks(paged):
     assert all(map(torch.equal, *results))
 
 
+def test_a_prompt_in_chunks_with_padding_and_prefix_it_has_yet_to_fill():
+    """A first chunk of 3 tokens of a prompt whose padding is 5 wide: nothing is visible yet, all fits."""
+    inputs = [torch.randn(2, heads, 12, 8) for heads in (4, 2, 2)]
+    padding = torch.tensor([5, 0])
+    mask = masks.prefix(7) & masks.key_starts(padding)
+    expected = flashtile.attention(*inputs, mask=mask)
+    held = torch.zeros(2, 2, 20, 8), torch.zeros(2, 2, 20, 8)
+    parts = []
+    for start in (0, 3, 6, 9):
+        query, key, value = (tensor[:, :, start : start + 3] for tensor in inputs)
+        parts.append(
+            flashtile.attention_kvcache(
+                query, *held, key=key, value=value, cache_lengths=start, left_padding=padding,
+                mask=masks.prefix(7),
+            )
+        )  # fmt: skip
+    # The first two chunks could not see the whole prefix, which came later.
+    torch.testing.assert_close(torch.cat(parts[2:], 2), expected[:, :, 6:])
+    assert parts[0][0].eq(0).all()
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        masks.causal(alignment="top-left"),
+        masks.chunks(64),
+        masks.prefix([2, 100, 50]),
+        masks.key_range([0, 20, 3], [3, 900, 400]),
+        masks.documents(torch.arange(CAPACITY) // 100, torch.tensor([0, 2, 2])),
+        masks.key_lengths(400) & masks.window(200, 0),
+    ],
+    ids=repr,
+)
+def test_masks_by_definition(mask):
+    """Each sequence's rows of the mask, as it says for lengths that are its own."""
+    cache = Cache.random()
+    query = torch.randn(3, 4, 3, 16)
+    out = flashtile.attention_kvcache(query, cache.key, cache.value, cache_lengths=cache.lengths, mask=mask)
+    for b, length in enumerate(LENGTHS):
+        visible = visible_by_definition(mask, b, 3, length)
+        own = query[b : b + 1], cache.key[b : b + 1, :, :length], cache.value[b : b + 1, :, :length]
+        assert torch.equal(out[b], flashtile.attention(*own, mask=visible)[0])
+
+
+def visible_by_definition(mask: masks.Mask, b: int, queries: int, keys: int) -> Tensor:
+    i, j = torch.arange(queries)[:, None], torch.arange(keys)
+    position = i + keys - queries
+    name = repr(mask).split("(")[0]
+    if name == "causal":
+        return j <= i
+    if name == "chunks":
+        return j // 64 == position // 64
+    if name == "prefix":
+        return (j <= position) | (j < (2, 100, 50)[b])
+    if name == "key_range":
+        return ((0, 20, 3)[b] <= j) & (j < (3, 900, 400)[b]) & (i >= 0)
+    if name == "documents":
+        return j // 100 == torch.tensor([0, 2, 2])[:, None]
+    return (j < 400) & (j >= position - 200) & (j <= position)
+
+
+def test_whose_numbers_are_lazily_negated_bias_is_read_right():
+    bias = torch._neg_view(torch.randn(1, 4, 1, 20))
+    query, cache = torch.randn(2, 4, 3, 8), torch.randn(2, 2, 20, 8)
+    out = flashtile.attention_kvcache(query, cache, cache, bias=bias)
+    assert torch.equal(out, flashtile.attention_kvcache(query, cache, cache, bias=bias.resolve_neg()))
+
+
+@pytest.mark.parametrize("length", [3, torch.tensor(3), np.int64(3), torch.tensor([3, 3], dtype=torch.int32)])
+def test_lengths_as_numbers(length):
+    query, cache = torch.randn(2, 4, 3, 8), torch.randn(2, 2, 20, 8)
+    out = flashtile.attention_kvcache(query, cache, cache, cache_lengths=length)
+    assert torch.equal(out, flashtile.attention(query, cache[:, :, :3], cache[:, :, :3]))
+
+
+@pytest.mark.parametrize("paged", [False, True])
+def test_a_compiled_graph_writes_nowhere_it_should_not(paged):
+    """Its values are unknown at the front door; what would count from the end must fail in the write."""
+
+    def step(held, key, lengths, table):
+        return flashtile.attention_kvcache(
+            QUERY, *held, key=key, value=key, cache_lengths=lengths, block_table=table
+        )
+
+    compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
+    held = (torch.zeros(4, 2, 10, 8), torch.zeros(4, 2, 10, 8)) if paged else (HELD.clone(), HELD.clone())
+    table = torch.tensor([[0, -1], [2, 3]], dtype=torch.int32) if paged else None
+    before = [tensor.clone() for tensor in held]
+    lengths = torch.tensor([10, 4]) if paged else torch.tensor([-1, 4])
+    with pytest.raises((IndexError, ValueError, RuntimeError)):
+        compiled(held, NEW, lengths, table)
+    others = slice(3, None) if paged else slice(0, 1)  # nobody's page; the sequence whose length is wrong
+    assert all(torch.equal(new[others], old[others]) for new, old in zip(held, before, strict=True))
+
+
 QUERY = torch.randn(2, 4, 3, 8)
 HELD = torch.randn(2, 2, 20, 8)
 NEW = torch.randn(2, 2, 3, 8)
@@ -354,7 +450,14 @@ REFUSALS = [
         ValueError,
         "block_table must give each sequence places of its own",
     ),
-    ({"left_padding": [1, 21]}, ValueError, "key_starts: values must be in"),
+    ({"left_padding": [1, 21]}, ValueError, r"left_padding must be in 0\.\.20, the places of the cache"),
+    ({"alibi_slopes": [0.5] * 4}, TypeError, "alibi_slopes must be a torch.Tensor, got list"),
+    ({**APPEND, "key": [1]}, TypeError, "key must be a torch.Tensor, got list"),
+    (
+        {**APPEND, "key": NEW[0]},
+        ValueError,
+        r"key must be .* = \(2, 2, new length, 8\), got shape \(2, 3, 8\)",
+    ),
     ({"rotary_cos": torch.rand(9, 4)}, ValueError, "rotary_sin must be given together with the other"),
     (
         {"rotary_cos": torch.rand(9, 4), "rotary_sin": torch.rand(9, 4)},

@@ -10,6 +10,7 @@ from torch import Tensor
 
 import flashtile
 from flashtile import masks, reference
+from flashtile.cpu import workers
 from flashtile.masks.lengths import Packed
 from flashtile.problem import AttentionProblem
 
@@ -174,9 +175,14 @@ def test_second_derivative():
     )
 
 
-@pytest.mark.parametrize("threads", [1, 2, 5])
-def test_bits_do_not_depend_on_threads(threads):
-    query, key, value, cu_q, cu_k = packed(QUERIES, KEYS, requires_grad=True)
+@pytest.mark.parametrize("threads", [2, 5])
+@pytest.mark.parametrize("heads", [(4, 2), (6, 2), (14, 2), (71, 1)], ids=str)
+def test_bits_do_not_depend_on_threads(heads, threads, monkeypatch):
+    """Groups of heads that do not divide a tile share rows of the bias between two tiles."""
+    monkeypatch.setattr(workers, "_INLINE_FLOPS", 0.0)  # several threads, however small the work
+    query, key, value, cu_q, cu_k = packed(
+        QUERIES, KEYS, heads=heads[0], kv_heads=heads[1], requires_grad=True
+    )
     bias = torch.randn(1, 1, max(QUERIES), max(KEYS), requires_grad=True)
 
     def results() -> list[Tensor]:
@@ -187,6 +193,75 @@ def test_bits_do_not_depend_on_threads(threads):
     expected = results()
     torch.set_num_threads(threads)
     assert all(map(torch.equal, results(), expected))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gradients_in_16_bits_are_the_bits_it_gets_alone(dtype):
+    query, key, value, cu_q, cu_k = packed((70, 3), (65, 600), head_dim=9, dtype=dtype, requires_grad=True)
+    out = flashtile.attention_varlen(query, key, value, cu_q, cu_k, mask=BOTTOM_RIGHT)
+    upstream = torch.randn_like(out)
+    found = torch.autograd.grad(out, (query, key, value), upstream)
+    for b in range(2):
+        own = one_sequence((query, key, value), cu_q, cu_k, b)
+        rows = slice(*cu_q[b : b + 2].tolist())
+        alone = flashtile.attention(*own, mask=BOTTOM_RIGHT)
+        expected = torch.autograd.grad(alone, own, upstream[rows].transpose(0, 1)[None])
+        assert all(map(torch.equal, one_sequence(found, cu_q, cu_k, b), expected))
+
+
+def test_rows_whose_lse_cannot_tell_their_keys():
+    """A bias of -1e10 on every key, in a decoded and in a tiled sequence: their sums are kept apart."""
+    query, key, value, cu_q, cu_k = packed((70, 3), (65, 1100), requires_grad=True)
+    bias = torch.full((1, 1, 1, 1100), -1e10)
+    out = flashtile.attention_varlen(query, key, value, cu_q, cu_k, bias=bias)
+    found = torch.autograd.grad(out, (query, key, value), out.detach())
+    plain = flashtile.attention_varlen(query, key, value, cu_q, cu_k)
+    expected = torch.autograd.grad(plain, (query, key, value), plain.detach())
+    # The scores are lost in such a bias, so that every key weighs the same.
+    assert out.isfinite().all()
+    mean = torch.cat([value[:65].mean(0)[None], value[65:1165].mean(0)[None]]).repeat_interleave(2, 1)
+    torch.testing.assert_close(out[:70], mean[:1].expand(70, -1, -1))
+    torch.testing.assert_close(found[2].sum(), out.detach().sum())
+    assert expected[0].shape == found[0].shape
+
+
+def test_planes_as_large_as_the_given_bounds():
+    query, key, value, cu_q, cu_k = packed((3, 5), (6, 2))
+    bias = torch.randn(1, 4, 8, 9, requires_grad=True)
+    bounded = {"max_seqlen_q": 8, "max_seqlen_k": 9}
+    out = flashtile.attention_varlen(query, key, value, cu_q, cu_k, bias=bias, **bounded)
+    cut_bias = bias[..., :5, :6]
+    expected = flashtile.attention_varlen(query, key, value, cu_q, cu_k, bias=cut_bias)
+    assert torch.equal(out, expected)
+    gradients = (torch.autograd.grad(o.square().sum(), bias)[0] for o in (out, expected))
+    assert torch.equal(*gradients)
+
+
+@pytest.mark.parametrize("transform", ["compile", "vmap", "grad"])
+def test_plain_causal_needs_no_alignment_where_keys_are_the_queries_own(transform):
+    query, key, value, cu_q, _ = packed((3, 5), (3, 5), rest=0)
+
+    def call(query: Tensor) -> Tensor:
+        return flashtile.attention_varlen(query, key, value, cu_q, mask=masks.causal())
+
+    expected = call(query)
+    if transform == "compile":
+        assert torch.equal(torch.compile(call, backend="aot_eager", fullgraph=True)(query), expected)
+    elif transform == "vmap":
+        assert torch.equal(torch.func.vmap(call)(query[None])[0], expected)
+    else:
+        assert torch.func.grad(lambda q: call(q).sum())(query).shape == query.shape
+
+
+def test_parts_over_disjoint_keys_merge():
+    query, key, value, cu_q, cu_k = packed((3, 5), (6, 8), rest=0)
+    whole = flashtile.attention_varlen(query, key, value, cu_q, cu_k)
+    parts = [
+        flashtile.attention_varlen(query, key, value, cu_q, cu_k, mask=masks.key_range(*run), return_lse=True)
+        for run in ((0, 2), ([2, 2], [6, 8]))
+    ]
+    merged, _ = flashtile.merge([out for out, _ in parts], [lse.mT for _, lse in parts])
+    torch.testing.assert_close(merged, whole)
 
 
 def test_lengths_as_lists_int32_and_self_attention():
@@ -382,7 +457,18 @@ def test_refused_pages(changes, message):
         flashtile.attention_varlen(Q, pages, pages, [0, 4, 10], [0, 7, 10], **changes)
 
 
-def test_pages_have_no_gradient():
-    pages = torch.randn(3, 4, 2, 8, requires_grad=True)
+@pytest.mark.parametrize("trained", ["key", "bias"])
+def test_pages_have_no_gradient(trained):
+    inputs = {"key": torch.randn(3, 4, 2, 8), "bias": torch.randn(6, 7)}
+    inputs[trained].requires_grad_()
     with pytest.raises(RuntimeError, match="attention_varlen with block_table has no gradient"):
-        flashtile.attention_varlen(Q, pages, pages, [0, 4, 10], [0, 7, 10], block_table=[[0, 1], [2, 2]])
+        flashtile.attention_varlen(
+            Q, value=inputs["key"], cu_seqlens_q=[0, 4, 10], cu_seqlens_k=[0, 7, 10],
+            block_table=[[0, 1], [2, 2]], **inputs,
+        )  # fmt: skip
+
+
+def test_pages_need_their_lengths():
+    pages = torch.randn(3, 4, 2, 8)
+    with pytest.raises(ValueError, match="cu_seqlens_k must say how many keys"):
+        flashtile.attention_varlen(Q, pages, pages, [0, 4, 10], block_table=[[0, 1], [2, 2]])
