@@ -169,7 +169,7 @@ def check(case: Comparison) -> None:
         for ours, theirs in zip(own, found, strict=True):
             assert ours.shape == theirs.shape, f"{case.name}: {who} has shape {tuple(theirs.shape)}"
             error = float((ours.double() - theirs.double()).abs().max() / ours.double().abs().max())
-            allowed = 16 * torch.finfo(ours.dtype).eps
+            allowed = 64 * torch.finfo(ours.dtype).eps  # thousands of keys are summed in another order
             assert error < allowed, f"{case.name}: {who} differs by {error:.2g}, more than {allowed:.2g}"
 
 
