@@ -1,0 +1,134 @@
+"""The mask function of the Transformers integration: the model's mask as key intervals wherever it is one.
+
+Transformers describes a mask by a function of (batch, head, query, key). Those that its own factories compose
+become intervals in closed form (``transformers_rules``). Any other is evaluated, a block of rows at a time,
+and becomes intervals if every row is one run of keys; if one is not, the mask is dense.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.utils.import_utils import is_tracing
+
+from flashtile.integrations.interval_mask import IntervalMask
+from flashtile.integrations.transformers_rules import (
+    BIDIRECTIONAL,
+    CAUSAL,
+    MaskFunction,
+    Sizes,
+    UnknownMaskError,
+    dense,
+    intervals_of,
+)
+from flashtile.masks import Intervals
+
+_PROBED = 2**20  # elements of a mask function that are evaluated at once
+
+
+def interval_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: MaskFunction = CAUSAL,
+    attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    allow_is_bidirectional_skip: bool = False,
+    use_vmap: bool = False,
+    device: torch.device | str = "cpu",
+    **kwargs: Any,
+) -> Tensor | None:
+    """The mask of one forward pass; the signature is that of Transformers' own mask functions.
+
+    Args:
+        q_length, kv_length: sizes of the attention that follows.
+        q_offset, kv_offset: positions of query 0 and of key 0 in the sequence.
+        mask_function: True where (batch, head, query position, key position) is visible.
+        attention_mask: bool (batch, length), False at padding; positions behind its end are padding too.
+        local_size: the size of the window or the chunk, if there is one.
+        allow_is_bidirectional_skip: whether None may stand for a mask that hides nothing.
+
+    Returns:
+        An IntervalMask or a dense bool tensor, (batch, 1, q_length, kv_length). None only where nothing is
+        hidden and None is allowed, never for a causal mask: a model may drop queries between here and the
+        attention, which then could not tell where the others stand.
+    """
+    sizes = Sizes(batch_size, q_length, kv_length, q_offset, kv_offset, torch.device(device))
+    tracing = is_tracing() or (attention_mask is not None and is_tracing(attention_mask))
+    plain = mask_function is CAUSAL or mask_function is BIDIRECTIONAL
+    if tracing and not (plain and torch.compiler.is_compiling()):
+        return dense(sizes, mask_function, attention_mask, use_vmap)  # closures and values cannot be read
+    structure = _structure(mask_function, sizes, use_vmap)
+    if structure is None:
+        return dense(sizes, mask_function, attention_mask, use_vmap)
+    padding = Intervals() if attention_mask is None else _padding(attention_mask, sizes, tracing)
+    intervals = _simplified(structure.intersect(padding), sizes)
+    if allow_is_bidirectional_skip and local_size is None and _hides_nothing(intervals):
+        return None
+    plain_causal = mask_function is CAUSAL and allow_is_causal_skip and _hides_nothing(padding)
+    return IntervalMask(intervals, (batch_size, 1, q_length, kv_length), sizes.device, plain_causal)
+
+
+def _structure(mask_function: MaskFunction, sizes: Sizes, use_vmap: bool) -> Intervals | None:
+    try:
+        return intervals_of(mask_function, sizes)
+    except UnknownMaskError:
+        return _probe(mask_function, sizes, use_vmap)
+
+
+def _probe(mask_function: MaskFunction, sizes: Sizes, use_vmap: bool) -> Intervals | None:
+    """The intervals of any function, found by evaluating all of it; None if some row is no interval."""
+    rows = max(1, _PROBED // max(1, sizes.batch * sizes.keys))
+    blocks = []
+    for start in range(0, sizes.queries, rows):
+        block = sizes._replace(queries=min(rows, sizes.queries - start), q_offset=sizes.q_offset + start)
+        runs = _runs(dense(block, mask_function, None, use_vmap)[:, 0])
+        if runs is None:
+            return None
+        blocks.append(runs)
+    first, last = (torch.cat(bounds, dim=1) for bounds in zip(*blocks, strict=True))
+    return Intervals(first=first, last=last)
+
+
+def _padding(attention_mask: Tensor, sizes: Sizes, tracing: bool) -> Intervals:
+    """The keys that are no padding: one run per row of the batch, or a dense mask if one has holes."""
+    visible = attention_mask[:, sizes.kv_offset : sizes.kv_offset + sizes.keys]
+    if (missing := sizes.keys - visible.shape[1]) > 0:
+        visible = torch.nn.functional.pad(visible, (0, missing))
+    if not tracing:
+        if bool(visible.all()):
+            return Intervals()
+        runs = _runs(visible[:, None, :])
+        if runs is not None:
+            return Intervals(first=runs[0], last=runs[1])
+    return Intervals(dense=visible[:, None, None, :].clone())  # not the caller's memory
+
+
+def _runs(visible: Tensor) -> tuple[Tensor, Tensor] | None:
+    """First and last, int32 (B, Sq), of the True in every row of (B, Sq, Sk); None if a row is no run."""
+    visible = visible.to(torch.uint8)  # argmax knows no bool
+    count = visible.sum(dim=2, dtype=torch.int64)
+    first = visible.argmax(dim=2)
+    last = torch.where(count > 0, visible.shape[2] - visible.flip(2).argmax(dim=2), first)
+    if not torch.equal(last - first, count):
+        return None
+    return first.to(torch.int32), last.to(torch.int32)
+
+
+def _hides_nothing(intervals: Intervals) -> bool:
+    return all(bound is None for bound in intervals)
+
+
+def _simplified(intervals: Intervals, sizes: Sizes) -> Intervals:
+    """Without the bounds of the band that bound nothing, like the diagonal of a query that sees all keys."""
+    lower, upper, *rest = intervals
+    if lower is not None and lower + sizes.queries <= 1:
+        lower = None
+    if upper is not None and upper >= sizes.keys - 1:
+        upper = None
+    return Intervals(lower, upper, *rest)
