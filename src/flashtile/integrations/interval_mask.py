@@ -19,7 +19,7 @@ class IntervalMask(Tensor):
 
     For code that handles masks it is the dense tensor: shape, dtype and device are there, and the first
     operation on it turns it into the dense tensor for good (so that what writes into a view of it is seen).
-    Code that knows it takes :meth:`mask` instead, and no element is ever made.
+    Code that knows it takes :func:`as_mask` of it instead, and no element is ever made.
     """
 
     lower: int | None
@@ -33,9 +33,7 @@ class IntervalMask(Tensor):
     def __new__(
         cls, intervals: Intervals, shape: tuple[int, ...], device: torch.device, plain_causal: bool = False
     ) -> IntervalMask:
-        return Tensor._make_wrapper_subclass(  # type: ignore[attr-defined,no-any-return]
-            cls, shape, dtype=torch.bool, device=device
-        )
+        return Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bool, device=device)
 
     def __init__(
         self, intervals: Intervals, shape: tuple[int, ...], device: torch.device, plain_causal: bool = False
@@ -47,10 +45,6 @@ class IntervalMask(Tensor):
     def intervals(self) -> Intervals:
         return Intervals(self.lower, self.upper, self.first, self.last, self.dense)
 
-    def mask(self) -> Mask:
-        """The same as a mask for :func:`flashtile.attention`."""
-        return _Resolved(self.intervals(), tuple(self.shape))
-
     def _become_dense(self) -> Tensor:
         """The elements, (batch, 1, query_length, key_length) in memory of their own; kept from now on."""
         visible = self.intervals()
@@ -61,20 +55,24 @@ class IntervalMask(Tensor):
             self.plain_causal = False
         return self.dense
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self) -> str:  # type: ignore[override]
         return f"IntervalMask({tuple(self.shape)}, {self.intervals()})"
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
-        fields = [name for name in _FIELDS if getattr(self, name) is not None]
-        return fields, (self.lower, self.upper, self.plain_causal, self.device)
+        """What a compiled graph takes for this tensor: tensors only. A number of the band would be a constant
+        of the graph, and it changes from step to step."""
+        if self.first is None or self.lower is not None or self.upper is not None:
+            self.first, self.last = rows_of(self.intervals(), self.shape[2], self.shape[3], self.device)
+            self.lower = self.upper = None
+        return [name for name in _FIELDS if getattr(self, name) is not None], (self.plain_causal, self.device)
 
     @staticmethod
     def __tensor_unflatten__(
         fields: dict[str, Tensor], context: tuple[Any, ...], size: Any, stride: Any
     ) -> IntervalMask:
-        lower, upper, plain_causal, device = context
-        tensors = [fields.get(name) for name in _FIELDS]
-        return IntervalMask(Intervals(lower, upper, *tensors), size, device, plain_causal)
+        plain_causal, device = context
+        intervals = Intervals(None, None, *(fields.get(name) for name in _FIELDS))
+        return IntervalMask(intervals, size, device, plain_causal)
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -102,8 +100,31 @@ def _takes_all(operator: Any, args: tuple[Any, ...], mask: IntervalMask) -> bool
     """Whether this is a slice of everything, ``mask[:, :, :, :key_length]``: many a model takes one."""
     if operator is not torch.ops.aten.slice.Tensor:
         return False
-    dim, start, end, step = [*args[1:], *[0, None, None, 1][len(args) - 1 :]]
+    dim, start, end, step = args[1:] + (0, None, None, 1)[len(args) - 1 :]
     return start in (None, 0) and (end is None or end >= mask.shape[dim]) and step == 1
+
+
+def as_mask(mask: IntervalMask) -> Mask:
+    """The same for :func:`flashtile.attention`. Not a method: torch.compile takes methods for operations.
+
+    In a compiled graph there is no band (see ``__tensor_flatten__``), and nothing may depend on one.
+    """
+    band = (None, None) if torch.compiler.is_compiling() else (mask.lower, mask.upper)
+    return _Resolved(Intervals(*band, mask.first, mask.last, mask.dense), tuple(mask.shape))
+
+
+def rows_of(
+    intervals: Intervals, query_length: int, key_length: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """First and last, int32 (B or 1, Sq), of intervals with the band in them."""
+    lower, upper, first, last, _ = intervals
+    row = torch.arange(query_length, device=device)[None]
+    start = torch.zeros_like(row) if lower is None else row + lower
+    end = torch.full_like(row, key_length) if upper is None else row + upper + 1
+    if first is not None and last is not None:
+        start, end = torch.maximum(start, first), torch.minimum(end, last)
+    start, end = (bound.clamp(0, key_length).to(torch.int32) for bound in (start, end))
+    return start, end
 
 
 class _Resolved(Mask):

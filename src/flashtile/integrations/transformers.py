@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from flashtile import masks
 from flashtile.attention import attention
-from flashtile.integrations.interval_mask import IntervalMask
+from flashtile.integrations.interval_mask import IntervalMask, as_mask
 from flashtile.masks import Mask
 from flashtile.masks.arguments import values_known
 
@@ -178,7 +178,7 @@ def _mask_and_bias(
                 f"is_causal=False contradicts the causal mask that {type(module).__name__} was given: set "
                 "model.config.is_causal = False, which the mask follows"
             )
-        return attention_mask.mask(), None
+        return as_mask(attention_mask), None
     if not isinstance(attention_mask, Tensor):
         raise TypeError(f"attention_mask must be a tensor, got {type(attention_mask).__name__}")
     if attention_mask.dim() != 4:

@@ -58,8 +58,10 @@ def interval_mask(
         hidden and None is allowed, never for a causal mask: a model may drop queries between here and the
         attention, which then could not tell where the others stand.
     """
-    sizes = Sizes(batch_size, q_length, kv_length, q_offset, kv_offset, torch.device(device))
     tracing = is_tracing() or (attention_mask is not None and is_tracing(attention_mask))
+    if isinstance(q_offset, Tensor) and q_offset.is_cpu and not tracing:
+        q_offset = int(q_offset)
+    sizes = Sizes(batch_size, q_length, kv_length, q_offset, kv_offset, torch.device(device))
     plain = mask_function is CAUSAL or mask_function is BIDIRECTIONAL
     if tracing and not (plain and torch.compiler.is_compiling()):
         return dense(sizes, mask_function, attention_mask, use_vmap)  # closures and values cannot be read

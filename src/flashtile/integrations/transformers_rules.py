@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import masking_utils
 
 from flashtile import masks
+from flashtile.integrations.interval_mask import rows_of
 from flashtile.masks import Intervals
 
 MaskFunction = Callable[..., Any]
@@ -96,20 +97,13 @@ def _and(sizes: Sizes, packing: _Packing | None, mask_functions: tuple[MaskFunct
 
 
 def _or(sizes: Sizes, packing: _Packing | None, mask_functions: tuple[MaskFunction, ...]) -> Intervals:
-    first, *others = (_by_row(_evaluate(function, sizes, packing), sizes) for function in mask_functions)
+    first, *others = (
+        rows_of(_evaluate(function, sizes, packing), sizes.queries, sizes.keys, sizes.device)
+        for function in mask_functions
+    )
     for other in others:
         first = _union(first, other)
     return Intervals(first=first[0], last=first[1])
-
-
-def _by_row(intervals: Intervals, sizes: Sizes) -> tuple[Tensor, Tensor]:
-    """First and last (B or 1, Sq) with the band in them."""
-    place = torch.arange(sizes.queries, device=sizes.device)[None]
-    first = torch.zeros_like(place) if intervals.lower is None else place + intervals.lower
-    last = torch.full_like(place, sizes.keys) if intervals.upper is None else place + intervals.upper + 1
-    if intervals.first is not None and intervals.last is not None:
-        first, last = torch.maximum(first, intervals.first), torch.minimum(last, intervals.last)
-    return first.clamp(0, sizes.keys).to(torch.int32), last.clamp(0, sizes.keys).to(torch.int32)
 
 
 def _union(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
