@@ -1,4 +1,4 @@
-"""A boolean attention mask that is kept as key intervals for as long as nobody asks for its elements."""
+"""An attention mask that is kept as key intervals for as long as nobody asks for its elements."""
 
 from __future__ import annotations
 
@@ -10,69 +10,90 @@ from torch.utils import _pytree as pytree
 
 from flashtile.masks import Intervals, Mask
 
-_FIELDS = ("first", "last", "dense")
 _COPIES = (torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.aten.clone.default)
 
 
 class IntervalMask(Tensor):
-    """Boolean tensor (batch, 1, query_length, key_length), True = attend, that stores :class:`Intervals`.
+    """Additive mask (batch, 1, query_length, key_length) that stores :class:`Intervals` instead of elements.
 
-    For code that handles masks it is the dense tensor: shape, dtype and device are there, and the first
-    operation on it turns it into the dense tensor for good (so that what writes into a view of it is seen).
-    Code that knows it takes :func:`as_mask` of it instead, and no element is ever made.
+    For code that handles masks it is a tensor with 0 where a query may attend and the lowest number of its
+    dtype elsewhere, the mask of Transformers' eager attention. Shape, dtype and device are there; the first
+    operation makes the elements, and from then on they are the mask, so that what writes into a view of it
+    is seen. Code that knows this class takes :func:`mask_and_bias` of it, and no element is ever made.
     """
 
     lower: int | None
     upper: int | None
     first: Tensor | None
     last: Tensor | None
-    dense: Tensor | None
-    plain_causal: bool
+    visible: Tensor | None  # Intervals.dense
+    elements: Tensor | None  # instead of all the above
 
     @staticmethod
     def __new__(
-        cls, intervals: Intervals, shape: tuple[int, ...], device: torch.device, plain_causal: bool = False
+        cls,
+        intervals: Intervals,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device,
+        elements: Tensor | None = None,
     ) -> IntervalMask:
-        return Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bool, device=device)
+        return Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
 
     def __init__(
-        self, intervals: Intervals, shape: tuple[int, ...], device: torch.device, plain_causal: bool = False
+        self,
+        intervals: Intervals,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device,
+        elements: Tensor | None = None,
     ) -> None:
-        """``intervals`` for exactly this ``shape``; ``plain_causal``: it is causal, and that is all of it."""
-        self.lower, self.upper, self.first, self.last, self.dense = intervals
-        self.plain_causal = plain_causal
+        """``intervals`` are for exactly this ``shape``; ``elements`` are the mask if there are any."""
+        self.lower, self.upper, self.first, self.last, self.visible = intervals
+        self.elements = elements
 
-    def intervals(self) -> Intervals:
-        return Intervals(self.lower, self.upper, self.first, self.last, self.dense)
+    def _like(self, device: torch.device) -> IntervalMask:
+        lower, upper, *tensors = (self.lower, self.upper, self.first, self.last, self.visible, self.elements)
+        first, last, visible, elements = (None if tensor is None else tensor.to(device) for tensor in tensors)
+        intervals = Intervals(lower, upper, first, last, visible)
+        return IntervalMask(intervals, self.shape, self.dtype, device, elements)
 
-    def _become_dense(self) -> Tensor:
-        """The elements, (batch, 1, query_length, key_length) in memory of their own; kept from now on."""
-        visible = self.intervals()
-        if visible[:4] != (None,) * 4 or self.dense is None or self.dense.shape != self.shape:
-            elements = visible.visible(self.shape[2], self.shape[3], self.device)
-            self.lower, self.upper, self.first, self.last = None, None, None, None
-            self.dense = elements.expand(self.shape).contiguous()
-            self.plain_causal = False
-        return self.dense
+    def _made(self) -> Tensor:
+        """The elements, (batch, 1, query_length, key_length)."""
+        if self.elements is None:
+            intervals = Intervals(self.lower, self.upper, self.first, self.last, self.visible)
+            visible = intervals.visible(self.shape[2], self.shape[3], self.device)
+            attend = torch.zeros((), dtype=self.dtype, device=self.device)
+            hidden = torch.full_like(attend, torch.finfo(self.dtype).min)
+            self.elements = torch.where(visible.expand(self.shape), attend, hidden)
+            self.lower = self.upper = self.first = self.last = self.visible = None
+        return self.elements
 
     def __repr__(self) -> str:  # type: ignore[override]
-        return f"IntervalMask({tuple(self.shape)}, {self.intervals()})"
+        if self.elements is not None:
+            return f"IntervalMask({self.elements})"
+        band = (self.lower, self.upper)
+        return f"IntervalMask({tuple(self.shape)}, {Intervals(*band, self.first, self.last, self.visible)})"
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
         """What a compiled graph takes for this tensor: tensors only. A number of the band would be a constant
         of the graph, and it changes from step to step."""
-        if self.first is None or self.lower is not None or self.upper is not None:
-            self.first, self.last = rows_of(self.intervals(), self.shape[2], self.shape[3], self.device)
+        if self.elements is None and (self.first is None or self.lower is not None or self.upper is not None):
+            intervals = Intervals(self.lower, self.upper, self.first, self.last)
+            self.first, self.last = rows_of(intervals, self.shape[2], self.shape[3], self.device)
             self.lower = self.upper = None
-        return [name for name in _FIELDS if getattr(self, name) is not None], (self.plain_causal, self.device)
+        fields = [
+            name for name in ("first", "last", "visible", "elements") if getattr(self, name) is not None
+        ]
+        return fields, (self.dtype, self.device)
 
     @staticmethod
     def __tensor_unflatten__(
         fields: dict[str, Tensor], context: tuple[Any, ...], size: Any, stride: Any
     ) -> IntervalMask:
-        plain_causal, device = context
-        intervals = Intervals(None, None, *(fields.get(name) for name in _FIELDS))
-        return IntervalMask(intervals, size, device, plain_causal)
+        dtype, device = context
+        intervals = Intervals(None, None, fields.get("first"), fields.get("last"), fields.get("visible"))
+        return IntervalMask(intervals, size, dtype, device, fields.get("elements"))
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -81,19 +102,14 @@ class IntervalMask(Tensor):
         cls, operator: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if isinstance(args[0], cls):
-            mask: IntervalMask = args[0]
+        mask = args[0] if args else None
+        if isinstance(mask, cls):
             if operator in _COPIES or _takes_all(operator, args, mask):
-                return IntervalMask(mask.intervals(), mask.shape, mask.device, mask.plain_causal)
-            if operator is torch.ops.aten._to_copy.default and kwargs.get("dtype") in (None, torch.bool):
-                return mask._moved(kwargs.get("device") or mask.device)
-        args, kwargs = pytree.tree_map_only(cls, cls._become_dense, (args, kwargs))
+                return mask._like(mask.device)
+            if operator is torch.ops.aten._to_copy.default and kwargs.get("dtype") in (None, mask.dtype):
+                return mask._like(kwargs.get("device") or mask.device)
+        args, kwargs = pytree.tree_map_only(cls, cls._made, (args, kwargs))
         return operator(*args, **kwargs)
-
-    def _moved(self, device: torch.device) -> IntervalMask:
-        tensors = [None if (tensor := getattr(self, name)) is None else tensor.to(device) for name in _FIELDS]
-        intervals = Intervals(self.lower, self.upper, *tensors)
-        return IntervalMask(intervals, self.shape, device, self.plain_causal)
 
 
 def _takes_all(operator: Any, args: tuple[Any, ...], mask: IntervalMask) -> bool:
@@ -104,19 +120,22 @@ def _takes_all(operator: Any, args: tuple[Any, ...], mask: IntervalMask) -> bool
     return start in (None, 0) and (end is None or end >= mask.shape[dim]) and step == 1
 
 
-def as_mask(mask: IntervalMask) -> Mask:
-    """The same for :func:`flashtile.attention`. Not a method: torch.compile takes methods for operations.
+def mask_and_bias(mask: IntervalMask) -> tuple[Mask | None, Tensor | None]:
+    """The same for :func:`flashtile.attention`, as either one. Not a method: torch.compile takes methods of
+    tensors for operations.
 
-    In a compiled graph there is no band (see ``__tensor_flatten__``), and nothing may depend on one.
+    A compiled graph knows no band (see ``__tensor_flatten__``), and nothing in it may depend on one.
     """
+    if mask.elements is not None:
+        return None, mask.elements
     band = (None, None) if torch.compiler.is_compiling() else (mask.lower, mask.upper)
-    return _Resolved(Intervals(*band, mask.first, mask.last, mask.dense), tuple(mask.shape))
+    return _Resolved(Intervals(*band, mask.first, mask.last, mask.visible), tuple(mask.shape)), None
 
 
 def rows_of(
     intervals: Intervals, query_length: int, key_length: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """First and last, int32 (B or 1, Sq), of intervals with the band in them."""
+    """First and last, int32 (B or 1, Sq), with the band in them; a dense mask stays out."""
     lower, upper, first, last, _ = intervals
     row = torch.arange(query_length, device=device)[None]
     start = torch.zeros_like(row) if lower is None else row + lower

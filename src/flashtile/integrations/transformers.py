@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from flashtile import masks
 from flashtile.attention import attention
-from flashtile.integrations.interval_mask import IntervalMask, as_mask
+from flashtile.integrations.interval_mask import IntervalMask, mask_and_bias
 from flashtile.masks import Mask
 from flashtile.masks.arguments import values_known
 
@@ -173,12 +173,7 @@ def _mask_and_bias(
     if attention_mask is None:
         return _mask_of_none(module, query.shape[2], key.shape[2], is_causal, sliding_window), None
     if isinstance(attention_mask, IntervalMask):
-        if is_causal is False and attention_mask.plain_causal:
-            raise ValueError(
-                f"is_causal=False contradicts the causal mask that {type(module).__name__} was given: set "
-                "model.config.is_causal = False, which the mask follows"
-            )
-        return as_mask(attention_mask), None
+        return mask_and_bias(attention_mask)
     if not isinstance(attention_mask, Tensor):
         raise TypeError(f"attention_mask must be a tensor, got {type(attention_mask).__name__}")
     if attention_mask.dim() != 4:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import masking_utils
 from transformers.utils.import_utils import is_tracing
 
 from flashtile.integrations.interval_mask import IntervalMask
@@ -36,13 +37,11 @@ def interval_mask(
     kv_offset: int = 0,
     mask_function: MaskFunction = CAUSAL,
     attention_mask: Tensor | None = None,
-    local_size: int | None = None,
-    allow_is_causal_skip: bool = True,
-    allow_is_bidirectional_skip: bool = False,
     use_vmap: bool = False,
+    dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
     **kwargs: Any,
-) -> Tensor | None:
+) -> Tensor:
     """The mask of one forward pass; the signature is that of Transformers' own mask functions.
 
     Args:
@@ -50,37 +49,47 @@ def interval_mask(
         q_offset, kv_offset: positions of query 0 and of key 0 in the sequence.
         mask_function: True where (batch, head, query position, key position) is visible.
         attention_mask: bool (batch, length), False at padding; positions behind its end are padding too.
-        local_size: the size of the window or the chunk, if there is one.
-        allow_is_bidirectional_skip: whether None may stand for a mask that hides nothing.
 
     Returns:
-        An IntervalMask or a dense bool tensor, (batch, 1, q_length, kv_length). None only where nothing is
-        hidden and None is allowed, never for a causal mask: a model may drop queries between here and the
-        attention, which then could not tell where the others stand.
+        An IntervalMask (batch, 1, q_length, kv_length) of ``dtype``, or in a graph of plain tensors what it
+        stands for. Never None, though Transformers would allow it for many a mask: a model may drop queries
+        on the way to its attention, which then could not tell where the others stand, and a module need
+        not say whether it is causal.
     """
     tracing = is_tracing() or (attention_mask is not None and is_tracing(attention_mask))
+    if tracing and not torch.compiler.is_compiling():  # a graph of plain tensors
+        return masking_utils.eager_mask(  # type: ignore[no-any-return]
+            batch_size,
+            q_length,
+            kv_length,
+            q_offset,
+            kv_offset,
+            mask_function,
+            attention_mask,
+            dtype,
+            use_vmap=use_vmap,
+            device=device,
+        )
     if isinstance(q_offset, Tensor) and q_offset.is_cpu and not tracing:
         q_offset = int(q_offset)
     sizes = Sizes(batch_size, q_length, kv_length, q_offset, kv_offset, torch.device(device))
-    plain = mask_function is CAUSAL or mask_function is BIDIRECTIONAL
-    if tracing and not (plain and torch.compiler.is_compiling()):
-        return dense(sizes, mask_function, attention_mask, use_vmap)  # closures and values cannot be read
-    structure = _structure(mask_function, sizes, use_vmap)
-    if structure is None:
-        return dense(sizes, mask_function, attention_mask, use_vmap)
     padding = Intervals() if attention_mask is None else _padding(attention_mask, sizes, tracing)
+    structure = _structure(mask_function, sizes, use_vmap, tracing)
     intervals = _simplified(structure.intersect(padding), sizes)
-    if allow_is_bidirectional_skip and local_size is None and _hides_nothing(intervals):
-        return None
-    plain_causal = mask_function is CAUSAL and allow_is_causal_skip and _hides_nothing(padding)
-    return IntervalMask(intervals, (batch_size, 1, q_length, kv_length), sizes.device, plain_causal)
+    shape = (batch_size, 1, q_length, kv_length)
+    return IntervalMask(intervals, shape, dtype, sizes.device)
 
 
-def _structure(mask_function: MaskFunction, sizes: Sizes, use_vmap: bool) -> Intervals | None:
-    try:
-        return intervals_of(mask_function, sizes)
-    except UnknownMaskError:
-        return _probe(mask_function, sizes, use_vmap)
+def _structure(mask_function: MaskFunction, sizes: Sizes, use_vmap: bool, tracing: bool) -> Intervals:
+    """What a mask function says: intervals if it can be done, else a dense mask."""
+    if mask_function is CAUSAL or mask_function is BIDIRECTIONAL or not tracing:
+        try:
+            return intervals_of(mask_function, sizes)
+        except UnknownMaskError:
+            if (found := _probe(mask_function, sizes, use_vmap)) is not None:
+                return found
+    # Neither closures nor values can be looked at while a graph is traced.
+    return Intervals(dense=dense(sizes, mask_function, use_vmap))
 
 
 def _probe(mask_function: MaskFunction, sizes: Sizes, use_vmap: bool) -> Intervals | None:
@@ -89,7 +98,7 @@ def _probe(mask_function: MaskFunction, sizes: Sizes, use_vmap: bool) -> Interva
     blocks = []
     for start in range(0, sizes.queries, rows):
         block = sizes._replace(queries=min(rows, sizes.queries - start), q_offset=sizes.q_offset + start)
-        runs = _runs(dense(block, mask_function, None, use_vmap)[:, 0])
+        runs = _runs(dense(block, mask_function, use_vmap)[:, 0])
         if runs is None:
             return None
         blocks.append(runs)
@@ -120,10 +129,6 @@ def _runs(visible: Tensor) -> tuple[Tensor, Tensor] | None:
     if not torch.equal(last - first, count):
         return None
     return first.to(torch.int32), last.to(torch.int32)
-
-
-def _hides_nothing(intervals: Intervals) -> bool:
-    return all(bound is None for bound in intervals)
 
 
 def _simplified(intervals: Intervals, sizes: Sizes) -> Intervals:

@@ -186,19 +186,17 @@ def _code(function: object) -> CodeType | None:
     return getattr(function, "__code__", None)
 
 
-def dense(sizes: Sizes, mask_function: MaskFunction, padding: Tensor | None, use_vmap: bool) -> Tensor:
-    """The function evaluated everywhere, and False at the padding: bool (B, 1, Sq, Sk)."""
+def dense(sizes: Sizes, mask_function: MaskFunction, use_vmap: bool = False) -> Tensor:
+    """The function evaluated everywhere: bool (B, 1, Sq, Sk)."""
     visible: Tensor = masking_utils.sdpa_mask(
-        batch_size=sizes.batch,
-        q_length=sizes.queries,
-        kv_length=sizes.keys,
-        q_offset=sizes.q_offset,
-        kv_offset=sizes.kv_offset,
-        mask_function=mask_function,
-        attention_mask=padding,
-        allow_is_causal_skip=False,
-        allow_is_bidirectional_skip=False,
+        sizes.batch,
+        sizes.queries,
+        sizes.keys,
+        sizes.q_offset,
+        sizes.kv_offset,
+        mask_function,
         use_vmap=use_vmap,
+        allow_is_causal_skip=False,
         device=sizes.device,
     )
     return visible
@@ -232,7 +230,7 @@ def _agrees(function: MaskFunction) -> bool:
         except UnknownMaskError:
             continue
         visible = intervals.visible(queries, keys, sizes.device).expand(2, 1, -1, -1)
-        if not torch.equal(visible, dense(sizes, function, None, False)):
+        if not torch.equal(visible, dense(sizes, function)):
             return False
     return True
 
