@@ -145,13 +145,17 @@ def attention_forward(
         mask = packed if mask is None else packed & mask
     if position_bias is not None:
         bias = position_bias if bias is None else position_bias + bias
+    if query.shape[0] != key.shape[0]:
+        batch = max(query.shape[0], key.shape[0])
+        query, key, value = (tensor.expand(batch, -1, -1, -1) for tensor in (query, key, value))
     dtype = query.dtype
     if bias is not None and bias.dtype != dtype:
         wide = torch.promote_types(dtype, bias.dtype)
         query, key, value, bias = (tensor.to(wide) for tensor in (query, key, value, bias))
-    batch = max(query.shape[0], key.shape[0])
     out = attention(
-        *(tensor.expand(batch, -1, -1, -1) for tensor in (query, key, value)),
+        query,
+        key,
+        value,
         mask=mask,
         bias=bias,
         scale=scaling,
@@ -159,7 +163,9 @@ def attention_forward(
         sinks=None if s_aux is None else s_aux.reshape(-1),
         dropout_p=dropout,
     )
-    return out.to(dtype).transpose(1, 2).contiguous(), None
+    if bias is not None:
+        out = out.to(dtype)
+    return out.transpose(1, 2).contiguous(), None
 
 
 def _mask_and_bias(

@@ -122,13 +122,14 @@ def _padding(attention_mask: Tensor, sizes: Sizes, tracing: bool) -> Intervals:
 
 def _runs(visible: Tensor) -> tuple[Tensor, Tensor] | None:
     """First and last, int32 (B, Sq), of the True in every row of (B, Sq, Sk); None if a row is no run."""
-    visible = visible.to(torch.uint8)  # argmax knows no bool
-    count = visible.sum(dim=2, dtype=torch.int64)
-    first = visible.argmax(dim=2)
-    last = torch.where(count > 0, visible.shape[2] - visible.flip(2).argmax(dim=2), first)
-    if not torch.equal(last - first, count):
+    keys = visible.shape[2]
+    behind = torch.arange(1, keys + 1, dtype=torch.int32, device=visible.device)
+    last = (visible * behind).amax(dim=2)
+    first = keys - (visible * behind.flip(0)).amax(dim=2)
+    count = visible.sum(dim=2)
+    if not bool(((last - first == count) | (count == 0)).all()):
         return None
-    return first.to(torch.int32), last.to(torch.int32)
+    return first, last
 
 
 def _simplified(intervals: Intervals, sizes: Sizes) -> Intervals:
