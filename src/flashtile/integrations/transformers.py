@@ -76,8 +76,8 @@ def _tell_apart_from_flash_attn() -> None:
     def is_flash_attention_requested(
         config: Any = None, requested_attention_implementation: str | None = None, **options: Any
     ) -> bool:
-        name = requested_attention_implementation if config is None else config._attn_implementation
-        if name == NAME:
+        names = (requested_attention_implementation, getattr(config, "_attn_implementation", None))
+        if names in ((NAME, None), (None, NAME)):
             return False
         return asked(config, requested_attention_implementation, **options)
 
