@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import masking_utils
 from transformers.utils.import_utils import is_tracing
 
-from flashtile.integrations.interval_mask import IntervalMask
+from flashtile.integrations.interval_mask import IntervalMask, rows_of
 from flashtile.integrations.transformers_rules import (
     BIDIRECTIONAL,
     CAUSAL,
@@ -70,14 +70,19 @@ def interval_mask(
             use_vmap=use_vmap,
             device=device,
         )
+    device = torch.device(device)
     if isinstance(q_offset, Tensor) and q_offset.is_cpu and not tracing:
         q_offset = int(q_offset)
-    sizes = Sizes(batch_size, q_length, kv_length, q_offset, kv_offset, torch.device(device))
+    sizes = Sizes(batch_size, q_length, kv_length, q_offset, kv_offset, device)
     padding = Intervals() if attention_mask is None else _padding(attention_mask, sizes, tracing)
     structure = _structure(mask_function, sizes, use_vmap, tracing)
-    intervals = _simplified(structure.intersect(padding), sizes)
+    intervals = structure.intersect(padding)
+    if tracing:
+        intervals = Intervals(None, None, *rows_of(intervals, q_length, kv_length, device), intervals.dense)
+    else:
+        intervals = _simplified(intervals, sizes)
     shape = (batch_size, 1, q_length, kv_length)
-    return IntervalMask(intervals, shape, dtype, sizes.device)
+    return IntervalMask(intervals, shape, dtype, device)
 
 
 def _structure(mask_function: MaskFunction, sizes: Sizes, use_vmap: bool, tracing: bool) -> Intervals:
