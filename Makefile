@@ -30,6 +30,7 @@ lint: $(VENV)/.test
 
 bench: $(VENV)/.bench
 	$(BIN)/python -m benchmarks.cpu $(ARGS)
+	$(BIN)/python -m benchmarks.doors $(if $(findstring --quick,$(ARGS)),--quick)
 
 clean:
 	rm -rf $(VENV)

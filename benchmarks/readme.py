@@ -1,6 +1,6 @@
 """Put the measured numbers into README.md: `python -m benchmarks.readme` after `make bench`.
 
-Everything between the two marks is written anew from cpu.json; the rest of the file stays as it is.
+Everything between the marks is written anew from cpu.json and doors.json; the rest of the file stays.
 """
 
 from __future__ import annotations
@@ -11,12 +11,14 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from benchmarks import doors
 from benchmarks.peers import TITLES
 from flashtile.bench.cases import Case
 from flashtile.bench.compare import share_of_ceiling
 from flashtile.bench.timing import format_seconds
 
 BEGIN, END = "<!-- numbers:begin -->", "<!-- numbers:end -->"
+DOORS_BEGIN, DOORS_END = "<!-- doors:begin -->", "<!-- doors:end -->"
 GROUPS = {
     "long": "Long sequences",
     "decode": "Decoding: one query against a cache",
@@ -28,11 +30,22 @@ NOTHING = "-"
 
 def fill(text: str, found: dict[str, Any]) -> str:
     """`text` with the numbers of one run between the marks; ValueError where it has no such place."""
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"the text must hold the marks {BEGIN} and {END}, in this order")
-    return f"{before}{begin}\n{numbers(found)}\n{end}{after}"
+    return _between(text, BEGIN, END, numbers(found))
+
+
+def fill_doors(text: str, found: dict[str, Any]) -> str:
+    """The same for packed sequences and caches (benchmarks.doors)."""
+    ceiling = f"Reading memory: {found['read_gb_per_s']:.0f} GB/s. In brackets: their time over flashtile's."
+    rows = markdown(doors.COLUMNS, doors.rows(found))
+    return _between(text, DOORS_BEGIN, DOORS_END, f"{machine_line(found['machine'])} {ceiling}\n\n{rows}")
+
+
+def _between(text: str, begin: str, end: str, body: str) -> str:
+    before, found_begin, rest = text.partition(begin)
+    _, found_end, after = rest.partition(end)
+    if not found_begin or not found_end:
+        raise ValueError(f"the text must hold the marks {begin} and {end}, in this order")
+    return f"{before}{begin}\n{body}\n{end}{after}"
 
 
 def numbers(found: dict[str, Any]) -> str:
@@ -124,10 +137,13 @@ def main(arguments: list[str] | None = None) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--results", type=Path, default=Path("benchmarks/results/cpu.json"))
+    parser.add_argument("--doors", type=Path, default=Path("benchmarks/results/doors.json"))
     parser.add_argument("--readme", type=Path, default=Path("README.md"))
     options = parser.parse_args(arguments)
-    found = json.loads(options.results.read_text())
-    options.readme.write_text(fill(options.readme.read_text(), found))
+    text = options.readme.read_text()
+    for results, put in ((options.results, fill), (options.doors, fill_doors)):
+        text = put(text, json.loads(results.read_text()))
+    options.readme.write_text(text)
 
 
 if __name__ == "__main__":

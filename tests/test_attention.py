@@ -145,10 +145,11 @@ def test_output_follows_the_memory_order_of_the_query():
 def test_dropout_follows_the_seed_and_the_generator():
     query = normal(2, 4, 16, 8)
 
-    def dropped(seed: int | None = None) -> Tensor:
+    def dropped(seed: int | Tensor | None = None) -> Tensor:
         return flashtile.attention(query, query, query, dropout_p=0.4, seed=seed)
 
     assert torch.equal(dropped(7), dropped(7))
+    assert torch.equal(dropped(torch.tensor([7])), dropped(7))
     assert torch.equal(dropped(-1), dropped(2**64 - 1))
     assert not torch.equal(dropped(7), dropped(8))
     torch.manual_seed(3)
@@ -293,7 +294,7 @@ REFUSALS = [
     (
         {"value": normal(2, 4, 6, 8)},
         ValueError,
-        r"value must have batch, heads and length of key, \(2, 4, 7\)",
+        r"value must have all sizes of key but the last",
     ),
     (
         {"key": normal(2, 3, 7, 8), "value": normal(2, 3, 7, 8)},
@@ -363,7 +364,9 @@ REFUSALS = [
     ({"dropout_p": True}, TypeError, r"dropout_p must be a float, got bool"),
     ({"dropout_p": math.nan}, ValueError, r"dropout_p must be between 0 and 1, got nan"),
     ({"dropout_p": 0.1, "seed": 2**64}, ValueError, r"seed must fit in 64 bits, got 18446744073709551616"),
-    ({"seed": 0.5}, TypeError, r"seed must be an int, got float"),
+    ({"seed": 0.5}, TypeError, r"seed must be an int or an int64 tensor, got float"),
+    ({"seed": torch.tensor([1, 2])}, TypeError, r"seed must be .* of one element, got torch.int64 \(2,\)"),
+    ({"seed": torch.tensor(1.0)}, TypeError, r"seed must be .* of one element, got torch.float32 \(\)"),
 ]
 
 

@@ -7,7 +7,7 @@ from dataclasses import asdict
 import pytest
 import torch
 
-from benchmarks import cpu, worker
+from benchmarks import cpu, doors, worker
 from benchmarks.peers import LeftOutError, OnnxMultiHead, Torch, heads_of, rows_of
 from flashtile.bench import runs
 from flashtile.bench.cases import Case
@@ -31,6 +31,24 @@ def test_last_rows_are_those_of_the_whole(direction):
     name = "output" if direction == "forward" else "dquery"
     whole = runs.outputs(runs.standard_attention(case), case, torch.float64)[name]
     torch.testing.assert_close(worker.exact_rows(case), whole[:, :, -worker.ROWS :])
+
+
+def test_doors_are_measured_and_agree(tmp_path):
+    cases = doors.cache_cases(512) + doors.packed_cases((3, 40, 9))
+    assert len(cases) == 10
+    found = doors.measure([case for case in cases if "fp32" in case.name], rounds=1)
+    assert [len(row) for row in doors.rows(found)] == [len(doors.COLUMNS)] * 5
+
+
+def test_a_call_that_differs_is_not_measured():
+    case = doors.Comparison(
+        "wrong", {doors.OURS: lambda: torch.ones(2, 3), "other": lambda: torch.zeros(2, 3)}
+    )
+    with pytest.raises(AssertionError, match="wrong: other differs by 1"):
+        doors.check(case)
+    case.calls["other"] = lambda: torch.ones(3, 2)
+    with pytest.raises(AssertionError, match=r"wrong: other has shape \(3, 2\)"):
+        doors.check(case)
 
 
 def test_wrong_results_show_as_errors():

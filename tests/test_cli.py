@@ -80,17 +80,18 @@ def test_check_passes_here(capsys):
     assert cli.main(["check", "--dtype", "fp32"]) == 0
     text = capsys.readouterr().out
     assert "FAILED" not in text
-    assert "12 of 12 passed" in text
+    assert "13 of 13 passed" in text
 
 
 def test_check_fails_on_a_wrong_kernel(capsys, monkeypatch):
-    right = flashtile.attention
+    for name in ("attention", "attention_varlen"):
+        right = getattr(flashtile, name)
 
-    def wrong(*args, **kwargs):
-        out, lse = right(*args, **kwargs)
-        return out * 1.001, lse
+        def wrong(*args, right=right, **kwargs):
+            out, lse = right(*args, **kwargs)
+            return out * 1.001, lse
 
-    monkeypatch.setattr(flashtile, "attention", wrong)
+        monkeypatch.setattr(flashtile, name, wrong)
     assert cli.main(["check", "--dtype", "fp32", "--json"]) == 1
     verdicts = json.loads(capsys.readouterr().out)
     assert not any(verdict["passed"] for verdict in verdicts)

@@ -118,17 +118,39 @@ def test_machine_ceilings_and_memory_are_named(found):
     assert rows["torch SDPA, backward"] == [readme.NOTHING, "2.0"]
 
 
-def test_only_the_place_between_the_marks_changes(found, tmp_path):
-    text = f"before\n{readme.BEGIN}\nold\n{readme.END}\nafter\n"
-    results, target = tmp_path / "cpu.json", tmp_path / "README.md"
-    results.write_text(json.dumps(found))
-    target.write_text(text)
+@pytest.fixture
+def found_doors(found):
+    def calls(**medians):
+        return {who.replace("_", " "): {"median": median} for who, median in medians.items()}
+
+    cache = {"name": "cache fp32", "read_bytes": 10**6, "calls": calls(flashtile=1e-4, torch_SDPA=2e-4)}
+    packed = {"name": "packed fp32", "read_bytes": None, "calls": calls(flashtile=1e-3, padded=5e-4)}
+    return {"machine": found["machine"], "read_gb_per_s": 20.0, "results": [cache, packed]}
+
+
+def test_doors_compare_with_the_bandwidth_and_the_others(found_doors):
+    rows = rows_of(readme.fill_doors(readme.DOORS_BEGIN + readme.DOORS_END, found_doors))
+    assert rows["cache fp32"] == ["100 us", "50%", "torch SDPA 200 us (2.00x)"]
+    assert rows["packed fp32"] == ["1.00 ms", "-", "padded 500 us (0.50x)"]
+
+
+def test_only_the_places_between_the_marks_change(found, found_doors, tmp_path):
+    text = (
+        f"{readme.BEGIN}\nold\n{readme.END}\nbetween\n{readme.DOORS_BEGIN}\nold\n{readme.DOORS_END}\nafter\n"
+    )
+    paths = {name: tmp_path / f"{name}.json" for name in ("results", "doors")}
+    target = tmp_path / "README.md"
+    paths["results"].write_text(json.dumps(found))
+    paths["doors"].write_text(json.dumps(found_doors))
+    target.write_text(f"before\n{text}")
     for _ in range(2):
-        readme.main(["--results", str(results), "--readme", str(target)])
+        options = [part for name, path in paths.items() for part in (f"--{name}", str(path))]
+        readme.main([*options, "--readme", str(target)])
         written = target.read_text()
         assert written.startswith(f"before\n{readme.BEGIN}\nSome CPU")
-        assert written.endswith(f"|\n{readme.END}\nafter\n")
-        assert written.count("Some CPU") == 1
+        assert f"|\n{readme.END}\nbetween\n{readme.DOORS_BEGIN}\nSome CPU" in written
+        assert written.endswith(f"|\n{readme.DOORS_END}\nafter\n")
+        assert written.count("Some CPU") == 2
         assert "old" not in written
 
 

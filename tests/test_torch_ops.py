@@ -28,6 +28,7 @@ def operator_arguments(**changes: Any) -> tuple[Any, ...]:
         "key": normal(2, 2, 7, 8),
         "value": normal(2, 2, 7, 8),
         **dict.fromkeys(("first", "last", "mask", "bias", "alibi_slopes", "sinks", "seed")),
+        **dict.fromkeys(("query_starts", "key_starts", "key_lengths", "batch_index", "block_table")),
         "scale": 0.3,
         **dict.fromkeys(("softcap", "lower", "upper")),
         "dropout_p": 0.0,
@@ -82,13 +83,38 @@ OPERATOR_CALLS = {
         "key": normal(1, 1, 65, 64),
         "value": normal(1, 1, 65, 64),
     },
+    "packed": {
+        "query": normal(1, 4, 9, 8, requires_grad=True),
+        "key": normal(1, 2, 12, 8, requires_grad=True),
+        "value": normal(1, 2, 12, 3),
+        "query_starts": torch.tensor([0, 3, 8]),
+        "key_starts": torch.tensor([0, 2, 12]),
+        "upper": 0,
+    },
+}
+CACHE_CALLS = {
+    "entries": {"key_lengths": torch.tensor([7, 3]), "batch_index": torch.tensor([1, 0])},
+    "pages": {
+        "key": normal(5, 2, 3, 8),
+        "value": normal(5, 2, 3, 8),
+        "key_lengths": torch.tensor([7, 3]),
+        "block_table": torch.tensor([[4, 0, 2], [1, -1, -1]], dtype=torch.int32),
+    },
 }
 
 
 @pytest.mark.filterwarnings("ignore:.*:DeprecationWarning")
-@pytest.mark.parametrize("name", OPERATOR_CALLS)
+@pytest.mark.parametrize("name", [*OPERATOR_CALLS, *CACHE_CALLS])
 def test_opcheck_forward(name):
-    torch.library.opcheck(FORWARD, operator_arguments(**OPERATOR_CALLS[name]))
+    torch.library.opcheck(FORWARD, operator_arguments(**(OPERATOR_CALLS | CACHE_CALLS)[name]))
+
+
+def test_a_cache_has_no_backward():
+    out, lse = FORWARD(
+        *operator_arguments(query=normal(2, 4, 5, 8, requires_grad=True), **CACHE_CALLS["entries"])
+    )
+    with pytest.raises(NotImplementedError, match=r"attention over a cache .* has no gradient"):
+        (out.sum() + lse.sum()).backward()
 
 
 @pytest.mark.filterwarnings("ignore:.*:DeprecationWarning")

@@ -51,7 +51,7 @@ def _load(device_type: str) -> Backend:
 def check_device(device: torch.device) -> None:
     """Raise NotImplementedError with the reason where no backend serves ``device``; "meta" needs none."""
     if device.type not in _MODULES and device.type != "meta":
-        raise NotImplementedError(f"flashtile.attention: {unserved_reason(device.type)}")
+        raise NotImplementedError(f"flashtile: {unserved_reason(device.type)}")
 
 
 def unserved_reason(device_type: str) -> str | None:

@@ -61,15 +61,24 @@ def dropout_mask(
     for name, size in sizes.items():
         if size < 0:
             raise ValueError(f"{name} must be at least 0, got {size}")
-    bits = seed_tensor(seed, torch.device("cpu" if device is None else device)).reshape(())
-    head_index = torch.arange(batch * heads, device=bits.device)[:, None, None]
+    bits = seed_tensor(seed, torch.device("cpu" if device is None else device))
+    head_index = torch.arange(batch * heads, device=bits.device)
+    kept = kept_entries(bits, threshold, head_index, query_length, key_length)
+    return kept.reshape(batch, heads, query_length, key_length)
+
+
+def kept_entries(
+    seed: Tensor, threshold: int, head_index: Tensor, query_length: int, key_length: int
+) -> Tensor:
+    """Bool (heads, query_length, key_length) for heads of these numbers, (heads,) int64; see dropout_mask."""
+    bits = seed.reshape(())
     query_index = torch.arange(query_length, device=bits.device)[:, None]
     key_block = torch.arange((key_length + 3) // 4, device=bits.device)
     words = philox(
-        (key_block, query_index, head_index, torch.zeros_like(key_block)), (bits & _WORD, bits >> 32 & _WORD)
+        (key_block, query_index, head_index[:, None, None], torch.zeros_like(key_block)),
+        (bits & _WORD, bits >> 32 & _WORD),
     )
-    kept = torch.stack(words, dim=-1) >= threshold
-    return kept.flatten(-2)[..., :key_length].reshape(batch, heads, query_length, key_length)
+    return (torch.stack(words, dim=-1) >= threshold).flatten(-2)[..., :key_length]
 
 
 def keep_threshold(dropout_p: float) -> int:

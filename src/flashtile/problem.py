@@ -48,6 +48,32 @@ class AttentionProblem:
     sinks: Tensor | None = None  # compute dtype, (Hq,)
     dropout_p: float = 0.0
     seed: int = 0  # 64-bit key of the Philox dropout mask
+    # Sequences with lengths of their own, B of them: what is said above of batch entries holds of sequences,
+    # i, j, Sq and Sk count within each, and `first` and `last` of packed queries are (1, Tq or 1).
+    query_starts: Tensor | None = None  # int64 (B + 1,): query is (1, Hq, Tq, D), the sequences packed
+    key_starts: Tensor | None = None  # int64 (B + 1,): key and value are (1, Hkv, Tk, D), packed too
+    key_lengths: Tensor | None = None  # int64 (B,): keys of a cache that are in use, the first ones
+    batch_index: Tensor | None = None  # int64 (B,): where in the cache a sequence lies; its own entry if None
+    block_table: Tensor | None = None  # int32 (B, P): the pages of each; key is (pages, Hkv, page_size, D)
+
+    @property
+    def ragged(self) -> bool:
+        """Whether sequences have lengths, or places in a cache, of their own."""
+        return self.query_starts is not None or self.key_lengths is not None
+
+    @property
+    def sequences(self) -> int:
+        """B, the number of sequences."""
+        if self.query_starts is not None:
+            return self.query_starts.shape[0] - 1
+        return self.query.shape[0]
+
+    @property
+    def most_keys(self) -> int:
+        """The most keys that a sequence can have: those of the cache or of all sequences."""
+        if self.block_table is not None:
+            return self.block_table.shape[1] * self.key.shape[2]
+        return self.key.shape[2]
 
 
 @dataclass

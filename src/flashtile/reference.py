@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from flashtile.dropout import dropout_mask, keep_scale
+from flashtile.dropout import keep_scale, keep_threshold, kept_entries, seed_tensor
 from flashtile.masks import Intervals
 from flashtile.problem import AttentionProblem, compute_dtype
 
@@ -27,6 +27,15 @@ def attention(problem: AttentionProblem, *, row_by_row: bool | None = None) -> t
     backward; this takes a copy of the keys and values for every row (``row_by_row``; None = if needed). Where
     a gradient that flows in may itself be NaN or infinite, ask for it.
     """
+    if problem.ragged:
+        return _by_sequence(problem, row_by_row)
+    return _attention(problem, row_by_row)
+
+
+def _attention(
+    problem: AttentionProblem, row_by_row: bool | None, first_sequence: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Sequences alike; dropout numbers them from ``first_sequence`` on."""
     batch, heads, query_length, _ = problem.query.shape
     kv_heads, key_length = problem.key.shape[1:3]
     group = heads // max(1, kv_heads)
@@ -46,11 +55,87 @@ def attention(problem: AttentionProblem, *, row_by_row: bool | None = None) -> t
         scores = scores - problem.alibi_slopes.to(scores.dtype)[:, :, None, None] * distance
     probabilities, lse = _softmax(scores, visible, problem.sinks)
     if problem.dropout_p > 0:
-        sizes = (batch, heads, query_length, key_length)
-        kept = dropout_mask(problem.seed, problem.dropout_p, *sizes, device=scores.device)
+        head_index = torch.arange(batch * heads, device=scores.device) + first_sequence * heads
+        seed, threshold = seed_tensor(problem.seed, scores.device), keep_threshold(problem.dropout_p)
+        kept = kept_entries(seed, threshold, head_index, query_length, key_length).view_as(scores)
         probabilities = probabilities * kept * keep_scale(problem.dropout_p)
     out = _matmul(probabilities, value, visible[..., None], row_by_row)
     return out, lse.to(compute_dtype(problem.query.dtype))
+
+
+def _by_sequence(problem: AttentionProblem, row_by_row: bool | None) -> tuple[Tensor, Tensor]:
+    """Every sequence a call of its own; packed queries behind the last one get what sees nothing gets."""
+    if problem.sequences == 0:
+        out = problem.query.new_zeros(*problem.query.shape[:3], problem.value.shape[3])
+        return out, out[..., 0].to(compute_dtype(out.dtype))
+    parts = [
+        _attention(sequence(problem, index), row_by_row, first_sequence=index)
+        for index in range(problem.sequences)
+    ]
+    outs, lses = zip(*parts, strict=True)
+    if problem.query_starts is None:
+        return torch.cat(outs), torch.cat(lses)
+    out, lse = torch.cat(outs, dim=2), torch.cat(lses, dim=2)
+    rest = problem.query.shape[2] - out.shape[2]
+    return torch.nn.functional.pad(out, (0, 0, 0, rest)), torch.nn.functional.pad(
+        lse, (0, rest), value=-math.inf
+    )
+
+
+def sequence(problem: AttentionProblem, index: int) -> AttentionProblem:
+    """One sequence of a ragged problem as a problem of its own, with keys read from pages copied together."""
+    rows, entry = slice(None), slice(index, index + 1)
+    query = problem.query[entry]
+    if problem.query_starts is not None:
+        rows = slice(*(int(start) for start in problem.query_starts[index : index + 2]))
+        query = problem.query[:, :, rows]
+    key, value = (_keys_of(problem, tensor, index) for tensor in (problem.key, problem.value))
+    query_length, key_length = query.shape[2], key.shape[2]
+
+    def own(tensor: Tensor | None) -> Tensor | None:
+        return tensor if tensor is None or tensor.shape[0] == 1 else tensor[entry]
+
+    def bound(tensor: Tensor | None) -> Tensor | None:
+        tensor = own(tensor)
+        return tensor if tensor is None or tensor.shape[1] == 1 else tensor[:, rows]
+
+    def plane(tensor: Tensor | None) -> Tensor | None:
+        tensor = own(tensor)
+        if tensor is None:
+            return None
+        tensor = tensor if tensor.shape[2] == 1 else tensor[:, :, :query_length]
+        return tensor if tensor.shape[3] == 1 else tensor[..., :key_length]
+
+    return dataclasses.replace(
+        problem,
+        query=query,
+        key=key,
+        value=value,
+        first=bound(problem.first),
+        last=bound(problem.last),
+        mask=plane(problem.mask),
+        bias=plane(problem.bias),
+        alibi_slopes=own(problem.alibi_slopes),
+        query_starts=None,
+        key_starts=None,
+        key_lengths=None,
+        batch_index=None,
+        block_table=None,
+    )
+
+
+def _keys_of(problem: AttentionProblem, tensor: Tensor, index: int) -> Tensor:
+    """The keys or values of one sequence: (1, Hkv, Sk, D)."""
+    if problem.key_starts is not None:
+        first, last = (int(start) for start in problem.key_starts[index : index + 2])
+        return tensor[:, :, first:last]
+    assert problem.key_lengths is not None
+    length = int(problem.key_lengths[index])
+    if problem.block_table is not None:
+        pages = problem.block_table[index, : -(-length // tensor.shape[2])]
+        return tensor[pages.long()].movedim(0, 1).flatten(1, 2)[None, :, :length]
+    entry = index if problem.batch_index is None else int(problem.batch_index[index])
+    return tensor[entry : entry + 1, :, :length]
 
 
 def visible_keys(problem: AttentionProblem) -> Tensor:

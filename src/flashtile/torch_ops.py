@@ -1,7 +1,8 @@
 """The PyTorch operators ``flashtile::attention_forward`` and ``flashtile::attention_backward``.
 
 They make the kernels known to autograd, torch.compile, torch.export and torch.func. Both take an attention
-problem spelled out in tensors and numbers, always 4-D, and trust it: ``flashtile.attention`` validates.
+problem spelled out in tensors and numbers, always 4-D, and trust it: the front doors validate. Only lengths
+and places in a cache are checked again, because a compiled graph passes the front doors without values.
 The backward recomputes the probabilities from the LSE (FlashAttention-2, section 3.1.2).
 """
 
@@ -16,17 +17,77 @@ from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 
 from flashtile import dispatch, torch_vmap
+from flashtile.masks import Intervals
+from flashtile.masks.arguments import values_known
 from flashtile.problem import AttentionProblem, Gradients, compute_dtype, default_scale
+from flashtile.ragged import check_problem
 
 _LIBRARY: Any = torch.library.Library("flashtile", "DEF")  # type: ignore[no-untyped-call]
 _PROBLEM_SCHEMA = (
     "Tensor query, Tensor key, Tensor value, Tensor? first, Tensor? last, Tensor? mask, Tensor? bias, "
-    "Tensor? alibi_slopes, Tensor? sinks, Tensor? seed, float? scale, float? softcap, SymInt? lower, "
-    "SymInt? upper, float dropout_p"
+    "Tensor? alibi_slopes, Tensor? sinks, Tensor? seed, Tensor? query_starts, Tensor? key_starts, "
+    "Tensor? key_lengths, Tensor? batch_index, Tensor? block_table, float? scale, float? softcap, "
+    "SymInt? lower, SymInt? upper, float dropout_p"
 )
 # Positions of the differentiable inputs in the schema above, in the order of the backward's results.
 _DIFFERENTIABLE = (0, 1, 2, 6, 7, 8)
-_TENSORS = 10
+_TENSORS = 15
+
+
+_KEYS = torch._C.DispatchKey
+_INCLUDED = torch._C.DispatchKeySet(_KEYS.BackendSelect)
+_INCLUDED_KEYS = (_INCLUDED.raw_repr(), _INCLUDED.add(_KEYS.ADInplaceOrView).raw_repr())
+
+
+def undisturbed(*tensors: Tensor) -> bool:
+    """Whether a backend may be called past PyTorch's dispatcher: nobody would notice, and it costs less.
+
+    Nobody does if no gradient is recorded, the tensors are ordinary CPU tensors (no subclass, nothing lazy)
+    and no mode, transform, tracer or profiler is active.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    recording = torch.is_grad_enabled()
+    for tensor in tensors:
+        if type(tensor) is not Tensor or not tensor.is_cpu or tensor.is_neg():
+            return False
+        if recording and tensor.requires_grad:
+            return False
+    return (
+        torch._C._dispatch_tls_local_include_set().raw_repr() in _INCLUDED_KEYS
+        and not torch._C._len_torch_function_stack()
+        and not torch._C._autograd._profiler_enabled()
+        and forward_ad._current_level < 0
+    )
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    intervals: Intervals,
+    *,
+    scale: float | None,
+    softcap: float | None,
+    bias: Tensor | None,
+    alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
+    seed: Tensor | None = None,
+    dropout_p: float = 0.0,
+    query_starts: Tensor | None = None,
+    key_starts: Tensor | None = None,
+    key_lengths: Tensor | None = None,
+    batch_index: Tensor | None = None,
+    block_table: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The forward operator by the names of its arguments; NotImplementedError where no backend serves it."""
+    dispatch.check_device(query.device)
+    lower, upper, first, last, dense = intervals
+    out, lse = attention_forward(
+        query, key, value, first, last, dense, bias, alibi_slopes, sinks, seed, query_starts, key_starts,
+        key_lengths, batch_index, block_table, scale, softcap, lower, upper, dropout_p,
+    )  # fmt: skip
+    return out, lse
 
 
 def forward(problem: AttentionProblem) -> tuple[Tensor, Tensor]:
@@ -46,6 +107,10 @@ def backward(
     wanted: Sequence[bool] = (True,) * 6,
 ) -> Gradients:
     """Allocate the gradients of ``problem`` (query, key and value always) and let its backend fill them."""
+    if problem.key_lengths is not None:
+        raise NotImplementedError(
+            "flashtile: attention over a cache (key_lengths, block_table) has no gradient"
+        )
     gradients = Gradients(
         query=torch.empty_like(problem.query),
         key=torch.empty_like(problem.key),
@@ -93,6 +158,11 @@ def _problem(
     alibi_slopes: Tensor | None,
     sinks: Tensor | None,
     seed: Tensor | None,
+    query_starts: Tensor | None,
+    key_starts: Tensor | None,
+    key_lengths: Tensor | None,
+    batch_index: Tensor | None,
+    block_table: Tensor | None,
     scale: float | None,
     softcap: float | None,
     lower: int | None,
@@ -102,10 +172,15 @@ def _problem(
     # The default is no number until here, where head_dim is one even if a compiled graph leaves it open.
     scale = default_scale(query) if scale is None else scale
     number = 0 if seed is None else int(seed.item())
-    return AttentionProblem(
+    if block_table is not None:
+        block_table = block_table.contiguous()  # a compiled graph may have laid it out anew
+    problem = AttentionProblem(
         query, key, value, scale, softcap, lower, upper, first, last, mask, bias, alibi_slopes, sinks,
-        dropout_p, number,
+        dropout_p, number, query_starts, key_starts, key_lengths, batch_index, block_table,
     )  # fmt: skip
+    if problem.ragged and values_known(query):
+        check_problem(problem)
+    return problem
 
 
 def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:

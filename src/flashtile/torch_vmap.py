@@ -1,7 +1,8 @@
 """torch.func.vmap over the attention operators: the mapped dimension is folded into the batch.
 
 One kernel call serves all slices. Where that would change the meaning (dropout numbers the heads of the
-whole batch; sinks and their gradient have no batch dimension) every slice is a call of its own.
+whole batch; sinks and their gradient have no batch dimension; packed sequences and caches have lengths of
+their own) every slice is a call of its own.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from torch import Tensor
 
 _InDims = Sequence[int | None]
 # Positions in the operator's problem arguments (see torch_ops).
-_FIRST, _LAST, _MASK, _BIAS, _SLOPES, _SINKS, _SEED, _DROPOUT = 3, 4, 5, 6, 7, 8, 9, 14
+_FIRST, _LAST, _MASK, _BIAS, _SLOPES, _SINKS, _DROPOUT = 3, 4, 5, 6, 7, 8, 19
+_RAGGED = slice(10, 15)
 
 
 def forward_rule(operator: Callable[..., Any]) -> Callable[..., Any]:
@@ -56,7 +58,8 @@ def backward_rule(operator: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _needs_loop(problem: Sequence[Any], in_dims: _InDims) -> bool:
-    return problem[_DROPOUT] > 0 or in_dims[_SINKS] is not None
+    ragged = any(tensor is not None for tensor in problem[_RAGGED])
+    return ragged or problem[_DROPOUT] > 0 or in_dims[_SINKS] is not None
 
 
 def _batch(tensor: Tensor, in_dim: int | None) -> int:

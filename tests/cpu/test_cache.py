@@ -6,6 +6,7 @@ import gc
 import os
 import shutil
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -69,6 +70,32 @@ def test_second_process_compiles_nothing(tmp_path):
     assert [name.split("-")[0] for name in before] == ["row_deltas"]
     assert int(python(ENTRY, **environment).split()[0]) == 0
     assert files(tmp_path / "cache") == before
+
+
+def test_kernels_that_nobody_loads_are_deleted(folder):
+    compilations()
+    (kept,) = folder.glob("*.bin")
+    month = 30 * 24 * 3600
+    stale = [folder / f"forward-float32-{'0a' * 16}.bin", folder / "tmp8xq.flashtile-part"]
+    foreign = [folder / name for name in ("pytorch_model.bin", "x-y.bin", "notes.txt", "tmp8xq")]
+    for file in (*stale, *foreign, kept):
+        file.touch()
+        age = month - 60 if file == kept else month + 60
+        os.utime(file, (file.stat().st_atime, time.time() - age))
+    cache.DiskCache("another").save_overload((), Reducible())
+    assert not any(file.exists() for file in stale)
+    assert all(file.exists() for file in (*foreign, kept))
+
+    before = kept.stat().st_mtime
+    assert compilations() == 0
+    assert kept.stat().st_mtime > before
+
+
+class Reducible:
+    """What is saved of a compile result."""
+
+    def _reduce(self):
+        return ()
 
 
 def test_warm_process_runs_every_kernel_without_compiling():

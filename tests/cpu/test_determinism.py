@@ -59,6 +59,22 @@ def test_threads_with_bias(dtype, shape):
         assert_same_bits(found, results["first"], f"with {threads} threads")
 
 
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("heads", [(6, 2), (14, 2), (71, 1)], ids=str)
+def test_threads_with_a_bias_that_odd_groups_share(heads, batch):
+    """Tiles end between the heads of a group, whose next head must not yet add to the same row."""
+    problem = seeded_problem(
+        batch=batch, heads=heads[0], kv_heads=heads[1], query_length=700, key_length=600, head_dim=8,
+        random_bias=(1, 1, 700, 600),
+    )  # fmt: skip
+    results = {}
+    for threads in (1, 2, 2, 2, 8):
+        torch.set_num_threads(threads)
+        found = run(problem)
+        results.setdefault("first", found)
+        assert_same_bits(found, results["first"], f"with {threads} threads")
+
+
 OPTIONS: dict[str, dict[str, object]] = {
     "plain": {},
     "causal": {"upper": 1050, "random_sinks": True},

@@ -16,6 +16,21 @@ from flashtile.problem import AttentionProblem, compute_dtype
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 Options = dict[str, Any]
+Inputs = tuple[Tensor, Tensor, Tensor]
+
+
+def _attend(inputs: Inputs, options: Options) -> tuple[Tensor, Tensor]:
+    return flashtile.attention(*inputs, **options, return_lse=True)
+
+
+def _attend_packed(inputs: Inputs, options: Options) -> tuple[Tensor, Tensor]:
+    """One batch entry as packed sequences, as its documents are."""
+    length = inputs[0].shape[2]
+    first = options["mask"].resolve(1, length, length, torch.device("cpu")).first[0]
+    starts = torch.cat((torch.unique_consecutive(first), torch.tensor([length])))
+    query, key, value = (tensor[0].transpose(0, 1) for tensor in inputs)
+    out, lse = flashtile.attention_varlen(query, key, value, starts, return_lse=True)
+    return out.transpose(0, 1)[None], lse[None]
 
 
 @dataclass(frozen=True)
@@ -31,6 +46,7 @@ class Trial:
     head_dim: int = 40
     value_head_dim: int = 40
     options: Callable[[Trial, torch.dtype], Options] = field(default=lambda trial, dtype: {})
+    attend: Callable[[Inputs, Options], tuple[Tensor, Tensor]] = _attend
 
 
 def _documents(trial: Trial, dtype: torch.dtype) -> Options:
@@ -55,6 +71,7 @@ TRIALS = (
     Trial("causal", options=lambda trial, dtype: {"mask": masks.causal()}),
     Trial("window", options=lambda trial, dtype: {"mask": masks.window(left=20, right=0)}),
     Trial("documents", options=_documents),
+    Trial("packed sequences", batch=1, kv_heads=2, options=_documents, attend=_attend_packed),
     Trial("padding, causal, an empty sequence", options=_padding),
     Trial("grouped heads, lengths differ", kv_heads=2, query_length=65, key_length=300),
     Trial("decode, one query", kv_heads=1, query_length=1, key_length=1023),
@@ -82,7 +99,7 @@ class Verdict:
         return self.failure is None and self.error <= self.allowed
 
 
-def problem_of(trial: Trial, inputs: tuple[Tensor, Tensor, Tensor], options: Options) -> AttentionProblem:
+def problem_of(trial: Trial, inputs: Inputs, options: Options) -> AttentionProblem:
     """The call as the reference takes it."""
     options = dict(options)
     mask = options.pop("mask", None)
@@ -96,7 +113,7 @@ def problem_of(trial: Trial, inputs: tuple[Tensor, Tensor, Tensor], options: Opt
     return AttentionProblem(*inputs, scale=trial.head_dim**-0.5, **options)
 
 
-def _inputs(trial: Trial, dtype: torch.dtype) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
+def _inputs(trial: Trial, dtype: torch.dtype) -> tuple[Inputs, Tensor]:
     query = torch.randn(trial.batch, trial.heads, trial.query_length, trial.head_dim)
     key = torch.randn(trial.batch, trial.kv_heads, trial.key_length, trial.head_dim)
     value = torch.randn(trial.batch, trial.kv_heads, trial.key_length, trial.value_head_dim)
@@ -105,8 +122,8 @@ def _inputs(trial: Trial, dtype: torch.dtype) -> tuple[tuple[Tensor, Tensor, Ten
 
 
 def _results(
-    attend: Callable[[tuple[Tensor, Tensor, Tensor]], tuple[Tensor, Tensor]],
-    inputs: tuple[Tensor, Tensor, Tensor],
+    attend: Callable[[Inputs], tuple[Tensor, Tensor]],
+    inputs: Inputs,
     grad: Tensor,
 ) -> dict[str, Tensor]:
     leaves = tuple(tensor.detach().clone().requires_grad_() for tensor in inputs)
@@ -124,16 +141,14 @@ def judge(trial: Trial, dtype: torch.dtype) -> Verdict:
     problem = problem_of(trial, inputs, options)
 
     def standard(cast: torch.dtype) -> dict[str, Tensor]:
-        def attend(leaves: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        def attend(leaves: Inputs) -> tuple[Tensor, Tensor]:
             return reference.attention(reference.cast(problem_of(trial, leaves, options), cast))
 
         return _results(attend, inputs, grad)
 
     name = str(dtype).removeprefix("torch.")
     try:
-        found = _results(
-            lambda leaves: flashtile.attention(*leaves, **options, return_lse=True), inputs, grad
-        )
+        found = _results(lambda leaves: trial.attend(leaves, options), inputs, grad)
     except Exception as error:  # whatever goes wrong on a user's machine belongs in the table
         return Verdict(trial.name, name, float("inf"), 0.0, "call", f"{type(error).__name__}: {error}")
     return _compare(trial.name, name, found, standard(torch.float64), standard(problem.query.dtype))

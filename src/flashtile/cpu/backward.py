@@ -9,6 +9,7 @@ not depend on the threads, and no atomics on floats are needed.
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 from .atomics import publish, wait_above
 from .call import (
@@ -37,7 +38,6 @@ from .call import (
     GROUP,
     HEAD_DIM,
     KEY,
-    KEY_LENGTH,
     KV_HEADS,
     LSE,
     LSE_REST,
@@ -46,6 +46,7 @@ from .call import (
     QUERY,
     QUERY_LENGTH,
     SCALE,
+    SCHEDULE,
     SPACE,
     SPLIT_KEYS,
     SPLITS,
@@ -76,9 +77,9 @@ from .rows import (
     ROW_REST,
     locate_rows,
     set_rows,
-    tensor_at,
 )
 from .scores import finish_scores, hides_some, whole_quads
+from .sequences import key_at, key_length, place_of, plane_at, query_at
 from .simd import fma, load_stored, peek, peek_int64, poke, read, splat
 from .stage import (
     fill,
@@ -93,12 +94,12 @@ from .tiles import sum_lanes
 
 @native
 def row_deltas(kind: Kind, call: int, scratch: int, task: int) -> None:
-    """delta = rowsum(dO * O) of one head; the caller has put -dLSE there."""
+    """delta = rowsum(dO * O) of one head, packed sequences and all; the caller has put -dLSE there."""
     heads = field(call, KV_HEADS) * field(call, GROUP)
     batch, head = task // heads, task % heads
     for row in range(field(call, QUERY_LENGTH)):
-        out, grad = tensor_at(call, OUT, batch, head, row), tensor_at(call, GRAD_OUT, batch, head, row)
-        place = tensor_at(call, DELTA, batch, head, row)
+        out, grad = plane_at(call, OUT, batch, head, row), plane_at(call, GRAD_OUT, batch, head, row)
+        place = plane_at(call, DELTA, batch, head, row)
         poke(kind, place, peek(kind, place) + _dot(kind, call, out, grad))
 
 
@@ -117,12 +118,11 @@ def _dot(kind: Kind, call: int, out: int, grad: int) -> float:
 
 @native
 def backward(kind: Kind, call: int, scratch: int, task: int) -> None:
-    """dK and dV of one split of keys, and its share of every dQ; early splits, heaviest if causal, first."""
-    heads, parallel = field(call, KV_HEADS), field(call, TASKS) // field(call, SPLITS)
-    head, split = task % parallel, task // parallel
-    batch, kv_head = head // heads, head % heads
+    """dK and dV of one split of keys, and its share of every dQ."""
+    place = _place_of_split(call, task)
+    batch, kv_head, split = place.batch, place.kv_head, place.split
     first = split * field(call, SPLIT_KEYS)
-    keys = min(field(call, SPLIT_KEYS), field(call, KEY_LENGTH) - first)
+    keys = min(field(call, SPLIT_KEYS), key_length(call, batch) - first)
     key_row = padded(kind, field(call, HEAD_DIM)) * compute_size(kind)
     value_row = padded(kind, field(call, VALUE_DIM)) * compute_size(kind)
     grad_key, grad_value = scratch + field(call, AT_GRAD_KEY), scratch + field(call, AT_GRAD_VALUE)
@@ -131,44 +131,91 @@ def backward(kind: Kind, call: int, scratch: int, task: int) -> None:
     finite = all_finite(kind, call, KEY, batch, kv_head, first, keys, HEAD_DIM)
     finite = finite and all_finite(kind, call, VALUE, batch, kv_head, first, keys, VALUE_DIM)
     # Each operand form of K and V is staged once and serves every tile of rows.
-    k = key_operand(kind, call, KEY, batch, kv_head, first, keys, HEAD_DIM, scratch + field(call, AT_KEY))
-    v = key_operand(
-        kind, call, VALUE, batch, kv_head, first, keys, VALUE_DIM, scratch + field(call, AT_VALUE)
-    )
+    space = scratch + field(call, AT_KEY)
+    k = key_operand(kind, call, scratch, KEY, batch, kv_head, first, keys, HEAD_DIM, space)
+    space = scratch + field(call, AT_VALUE)
+    v = key_operand(kind, call, scratch, VALUE, batch, kv_head, first, keys, VALUE_DIM, space)
     kt = Operand(k.address, k.step, k.row, keys)
     if is_pairs(kind):
-        kt = columns_operand(
-            kind, call, KEY, batch, kv_head, first, keys, HEAD_DIM, scratch + field(call, AT_KEY_COLUMNS)
-        )
-    for tile in range(field(call, TILES)):
-        _await_turn(call, head, split, tile)
-        _tile_backward(kind, call, scratch, batch, kv_head, split, first, keys, tile, k, v, kt, finite)
-        publish(field(call, PROGRESS) + 8 * (head * field(call, SPLITS) + split), tile + 1)
-    target = tensor_at(call, GRAD_KEY, batch, kv_head, first)
+        space = scratch + field(call, AT_KEY_COLUMNS)
+        kt = columns_operand(kind, call, scratch, KEY, batch, kv_head, first, keys, HEAD_DIM, space)
+    # Where sequences share a bias, shorter ones hand the turn on to those behind them for longer ones.
+    rounds = field(call, TILES) if _shares_bias(call) else place.tiles
+    for tile in range(rounds):
+        _await_turn(kind, call, task, place, tile, rounds)
+        if tile < place.tiles:
+            _tile_backward(kind, call, scratch, place, first, keys, tile, k, v, kt, finite)
+        publish(field(call, PROGRESS) + 8 * task, tile + 1)
+    target = key_at(call, GRAD_KEY, batch, kv_head, first)
     steps, scale = (field(call, GRAD_KEY + 3), field(call, GRAD_KEY + 4)), real_field(call, SCALE)
     unstage_natural(kind, grad_key, key_row, scale, target, steps[0], steps[1], keys, field(call, HEAD_DIM))
-    target = tensor_at(call, GRAD_VALUE, batch, kv_head, first)
+    target = key_at(call, GRAD_VALUE, batch, kv_head, first)
     steps = field(call, GRAD_VALUE + 3), field(call, GRAD_VALUE + 4)
     unstage_natural(
         kind, grad_value, value_row, 1.0, target, steps[0], steps[1], keys, field(call, VALUE_DIM)
     )
 
 
+class _Place(NamedTuple):
+    """The split of keys that a task owns."""
+
+    batch: int
+    kv_head: int
+    split: int
+    splits: int
+    tiles: int
+    first_tile: int  # of the head, among all tiles of dQ in SPACE
+    same_head: int  # the task of the split before this one, -1 if there is none
+    same_split: int  # the task of this head and split in the sequence before, -1 if there is none
+
+
 @native
-def _await_turn(call: int, head: int, split: int, tile: int) -> None:
-    """Waits for whoever adds to the same dQ tile, or to the same tile of a shared bias, before this task."""
-    progress, splits, heads = field(call, PROGRESS), field(call, SPLITS), field(call, KV_HEADS)
-    if split > 0:
-        wait_above(progress + 8 * (head * splits + split - 1), tile)
+def _place_of_split(call: int, task: int) -> _Place:
+    """Early splits, heaviest if causal, come first; with a schedule, those of each sequence."""
+    heads, splits = field(call, KV_HEADS), field(call, SPLITS)
+    if field(call, SCHEDULE) != 0:
+        place = place_of(call, task, 0)
+        split, kv_head = place.local // heads, place.local % heads
+        first_tile = place.start + kv_head * place.tiles
+        before = -1 if split == 0 else task - heads
+        return _Place(
+            place.batch, kv_head, split, place.splits, place.tiles, first_tile, before, place.before
+        )
+    parallel, tiles = field(call, TASKS) // splits, field(call, TILES)
+    head, split = task % parallel, task // parallel
+    before, other = -1 if split == 0 else task - parallel, -1 if head < heads else task - heads
+    return _Place(head // heads, head % heads, split, splits, tiles, head * tiles, before, other)
+
+
+@native
+def _shares_bias(call: int) -> bool:
+    """Whether the sequences of the batch add to the same gradient of the bias."""
+    return field(call, GRAD_BIAS) != 0 and field(call, GRAD_BIAS + 1) == 0
+
+
+@native
+def _await_turn(kind: Kind, call: int, task: int, place: _Place, tile: int, rounds: int) -> None:
+    """Waits for whoever adds to the same dQ tile, or to the same rows of a shared bias, before this task."""
+    progress = field(call, PROGRESS)
+    if place.same_head >= 0:
+        wait_above(progress + 8 * place.same_head, tile)
     if field(call, GRAD_BIAS) == 0:
         return
-    before = -1
-    if field(call, GRAD_BIAS + 2) == 0 and (field(call, GRAD_BIAS + 1) == 0 or head % heads > 0):
-        before = head - 1
-    elif field(call, GRAD_BIAS + 2) != 0 and field(call, GRAD_BIAS + 1) == 0:
-        before = head - heads
+    before, last, over_heads = -1, tile, field(call, GRAD_BIAS + 2) == 0
+    if over_heads and place.kv_head > 0:
+        before = task - 1
+    elif _shares_bias(call):
+        before = place.same_split
+        if before >= 0 and over_heads:
+            before += field(call, KV_HEADS) - 1
+    if over_heads:
+        # The heads of a group share a row, and a tile may end between them: who was before must have left all
+        # the tiles that hold this tile's last query.
+        group, width = field(call, GROUP), COLUMNS * lanes(kind)
+        last_query = ((tile + 1) * width - 1) // group
+        last = min(rounds - 1, ((last_query + 1) * group - 1) // width)
     if before >= 0:
-        wait_above(progress + 8 * (before * splits + split), tile)
+        wait_above(progress + 8 * before, last)
 
 
 @native
@@ -176,9 +223,7 @@ def _tile_backward(
     kind: Kind,
     call: int,
     scratch: int,
-    batch: int,
-    kv_head: int,
-    split: int,
+    place: _Place,
     first: int,
     keys: int,
     tile: int,
@@ -190,10 +235,9 @@ def _tile_backward(
     """One tile of rows against one split of keys."""
     width, size = COLUMNS * lanes(kind), compute_size(kind)
     start, row, head_dim = tile * width, width * size, field(call, HEAD_DIM)
-    table = scratch + field(call, AT_ROWS)
+    table, batch, kv_head, split = scratch + field(call, AT_ROWS), place.batch, place.kv_head, place.split
     set_rows(kind, call, table, batch, kv_head, start, width, True)
-    tile_index = (batch * field(call, KV_HEADS) + kv_head) * field(call, TILES) + tile
-    grad_query = field(call, SPACE) + tile_index * head_dim * row
+    grad_query = field(call, SPACE) + (place.first_tile + tile) * head_dim * row
     if split == 0:
         fill(kind, grad_query, row, head_dim, width, 0.0)
     # Whole groups of 4 keys: a pair is never half inside the range.
@@ -221,7 +265,7 @@ def _tile_backward(
                 kt,
                 finite,
             )
-    if split == field(call, SPLITS) - 1:
+    if split == place.splits - 1:
         _store_grad_query(kind, call, table, grad_query, batch, kv_head, start, width)
 
 
@@ -259,10 +303,10 @@ def _load_rows(
         lse, rest, delta = -math.inf, 0.0, 0.0
         if lane < count:
             head, query_index = kv_head * group + (start + lane) % group, (start + lane) // group
-            lse = peek(kind, tensor_at(call, LSE, batch, head, query_index))
-            delta = peek(kind, tensor_at(call, DELTA, batch, head, query_index))
+            lse = peek(kind, query_at(call, LSE, batch, head, query_index))
+            delta = peek(kind, query_at(call, DELTA, batch, head, query_index))
             if field(call, LSE_REST) != 0:
-                rest = peek(kind, tensor_at(call, LSE_REST, batch, head, query_index))
+                rest = peek(kind, query_at(call, LSE_REST, batch, head, query_index))
         # A row that sees nothing has only -inf scores; 0 in place of its LSE keeps their exponentials at 0.
         poke(kind, table + ROW_LSE + lane * size, 0.0 if lse == -math.inf else -lse)
         poke(kind, table + ROW_REST + lane * size, rest)

@@ -11,8 +11,10 @@ import contextlib
 import hashlib
 import os
 import pickle
+import re
 import sys
 import tempfile
+import time
 import warnings
 from functools import cache
 from pathlib import Path
@@ -23,6 +25,10 @@ import numba
 from numba.core.caching import _Cache
 from numba.core.compiler import CompileResult
 from numba.core.registry import cpu_target
+
+_KEPT_SECONDS = 30 * 24 * 3600
+_PART = ".flashtile-part"
+_OUR_NAMES = re.compile(rf".+-[0-9a-f]{{32}}\.bin|.+{re.escape(_PART)}")
 
 
 def _in_home() -> Path:
@@ -82,6 +88,18 @@ def _environment() -> bytes:
     return digest.digest()
 
 
+def _remove_unused(place: Path) -> None:
+    """Deletes what no process has loaded for a month: kernels of other versions, above all.
+
+    Only files with names that this module gives: the folder may hold others.
+    """
+    for file in place.iterdir():
+        with contextlib.suppress(OSError):  # another process was faster
+            old = file.stat().st_mtime < time.time() - _KEPT_SECONDS
+            if old and _OUR_NAMES.fullmatch(file.name):
+                file.unlink()
+
+
 class DiskCache(_Cache):
     """What a Numba dispatcher asks for compiled code before it compiles."""
 
@@ -111,6 +129,8 @@ class DiskCache(_Cache):
         digest, payload = content[:32], content[32:]
         if hashlib.sha256(payload).digest() != digest:  # cut short: compile and write it again
             return None
+        with contextlib.suppress(OSError):
+            os.utime(file)  # used: see _remove_unused
         return CompileResult._rebuild(target_context, *pickle.loads(payload))
 
     def save_overload(self, sig: Any, data: Any) -> None:
@@ -119,9 +139,10 @@ class DiskCache(_Cache):
             return
         payload, part = pickle.dumps(data._reduce()), None
         try:
-            with tempfile.NamedTemporaryFile(dir=file.parent, delete=False) as part:
+            with tempfile.NamedTemporaryFile(dir=file.parent, suffix=_PART, delete=False) as part:
                 part.write(hashlib.sha256(payload).digest() + payload)
             os.replace(part.name, file)
+            _remove_unused(file.parent)
         except OSError:  # a full disk or a folder that is gone: this process has the code, the next compiles
             if part is not None:
                 Path(part.name).unlink(missing_ok=True)

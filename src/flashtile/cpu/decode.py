@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 
 from .call import (
+    AT_ADDRESSES,
     AT_BIAS,
     AT_KEY,
     AT_OUT,
@@ -31,7 +32,7 @@ from .call import (
     VALUE_DIM,
     field,
 )
-from .dots import score_rows, weigh_rows
+from .dots import score_rows, stream_order, weigh_rows
 from .exact import accumulate_exactly
 from .forward import finish_rows, start_rows
 from .kinds import (
@@ -39,6 +40,7 @@ from .kinds import (
     compute_kind,
     compute_size,
     dot_kind,
+    is_pairs,
     itemsize,
     lanes,
     native,
@@ -57,31 +59,25 @@ from .rows import (
     ROW_SUM,
     locate_rows,
     set_rows,
-    tensor_at,
 )
 from .scores import LOG2_E, finish_scores, hides_some, score_factor
-from .simd import copy_int16, load, peek, peek_int64, poke, splat, store
+from .sequences import list_keys, place_of
+from .simd import load, peek, peek_int64, poke, splat, store
 from .softmax import online_softmax
-from .stage import fill, padded, stage_lanes, stage_natural, unstage_natural
+from .stage import copy_numbers, fill, padded, stage_lanes, stage_listed, unstage_natural
 
 
 @native
 def decode(kind: Kind, call: int, scratch: int, task: int) -> None:
     """One vector of rows of one key head against one split of its keys; splits follow one another."""
-    splits = field(call, SPLITS)
-    block, split = task // splits, task % splits
-    _decode_split(kind, call, scratch, block, split)
-    if splits == 1:
-        _finish(kind, call, scratch, block)
+    place = place_of(call, task, field(call, KV_HEADS) * field(call, TILES) * field(call, SPLITS))
+    block, split = place.local // place.splits, place.local % place.splits
+    batch, kv_head, start_row = place.batch, block // place.tiles, block % place.tiles * lanes(kind)
+    _decode_split(kind, call, scratch, batch, kv_head, start_row, split)
+    if place.splits == 1:
+        _finish(kind, call, scratch, batch, kv_head, start_row)
     else:
         _keep(kind, call, scratch, task)
-
-
-@native
-def _place(kind: Kind, call: int, block: int) -> tuple[int, int, int]:
-    """Batch, key head and first row of a block of rows."""
-    tiles, heads = field(call, TILES), field(call, KV_HEADS)
-    return block // tiles // heads, block // tiles % heads, block % tiles * lanes(kind)
 
 
 @native
@@ -90,22 +86,24 @@ def _out_row(kind: Kind, call: int) -> int:
 
 
 @native
-def _decode_split(kind: Kind, call: int, scratch: int, block: int, split: int) -> None:
-    """The online softmax of a block of rows over one split of keys."""
-    batch, kv_head, start_row = _place(kind, call, block)
+def _decode_split(
+    kind: Kind, call: int, scratch: int, batch: int, kv_head: int, start_row: int, split: int
+) -> None:
+    """The online softmax of one vector of rows over one split of keys."""
     table, width = scratch + field(call, AT_ROWS), lanes(kind)
     set_rows(kind, call, table, batch, kv_head, start_row, width, False)
     locate_rows(call, table, QUERY, QUERY_ROW, batch, kv_head, start_row, width)
     rows, head_dim = peek_int64(table + COUNT), field(call, HEAD_DIM)
-    direct = _reads_keys_directly(kind, call)
-    query_row = head_dim * itemsize(kind) if direct else padded(kind, head_dim) * compute_size(kind)
-    if direct:
-        _copy_queries(table, rows, query_row, scratch + field(call, AT_QUERY))
+    direct, step = _reads_keys_directly(kind, call), field(call, QUERY + 4)
+    query, query_row = scratch + field(call, AT_QUERY), padded(kind, head_dim) * compute_size(kind)
+    if direct and is_pairs(dot_kind(kind)):
+        query_row = head_dim * itemsize(kind)
+        for row in range(rows):
+            copy_numbers(
+                kind, peek_int64(table + QUERY_ROW + 8 * row), step, head_dim, query + row * query_row
+            )
     else:
-        step = field(call, QUERY + 4)
-        stage_lanes(
-            kind, table + QUERY_ROW, step, rows, head_dim, scratch + field(call, AT_QUERY), query_row, width
-        )
+        stage_lanes(kind, table + QUERY_ROW, step, rows, head_dim, query, query_row, width)
     fill(
         kind,
         scratch + field(call, AT_OUT),
@@ -134,15 +132,6 @@ def _reads_keys_directly(kind: Kind, call: int) -> bool:
 
 
 @native
-def _copy_queries(table: int, rows: int, query_row: int, target: int) -> None:
-    """Rows of Q as they are stored, one behind the other (16-bit units serve every dtype)."""
-    for row in range(rows):
-        source = peek_int64(table + QUERY_ROW + 8 * row)
-        for at in range(0, query_row, 2):
-            copy_int16(source + at, target + row * query_row + at)
-
-
-@native
 def _decode_keys(
     kind: Kind,
     call: int,
@@ -155,30 +144,10 @@ def _decode_keys(
     direct: bool,
     query_row: int,
 ) -> None:
-    width, row = lanes(kind), vector_size(kind)
-    table, scores, query = (
-        scratch + field(call, AT_ROWS),
-        scratch + field(call, AT_SCORES),
-        scratch + field(call, AT_QUERY),
-    )
-    spare, out, out_row = scratch + field(call, AT_BIAS), scratch + field(call, AT_OUT), _out_row(kind, call)
-    key, key_row = tensor_at(call, KEY, batch, kv_head, first), field(call, KEY + 3)
-    value, value_row = tensor_at(call, VALUE, batch, kv_head, first), field(call, VALUE + 3)
-    value_bytes = field(call, VALUE_DIM) * itemsize(kind)
-    if direct:
-        score_rows(
-            dot_kind(kind), key, key_row, query, query_row, query_row, keys, rows, scores, row,
-            spare, value, value_row, value_bytes,
-        )  # fmt: skip
-    else:
-        staged = scratch + field(call, AT_KEY)
-        stage_natural(
-            kind, key, key_row, field(call, KEY + 4), keys, field(call, HEAD_DIM), staged, query_row
-        )
-        score_rows(
-            compute_kind(kind), staged, query_row, query, query_row, query_row, keys, rows, scores, row,
-            spare, value, value_row, value_bytes,
-        )  # fmt: skip
+    width, table = lanes(kind), scratch + field(call, AT_ROWS)
+    scores, spare = scratch + field(call, AT_SCORES), scratch + field(call, AT_BIAS)
+    out, out_row = scratch + field(call, AT_OUT), _out_row(kind, call)
+    _score_keys(kind, call, scratch, batch, kv_head, first, keys, rows, direct, query_row)
     finish_scores(kind, call, table, scores, 0, spare, first, keys, width)
     if online_softmax(kind, call, table, scores, score_factor(call), first, keys, width):
         _rescale_rows(kind, out, out_row, rows, table + FACTOR)
@@ -192,42 +161,49 @@ def _decode_keys(
 
 
 @native
+def _score_keys(
+    kind: Kind,
+    call: int,
+    scratch: int,
+    batch: int,
+    kv_head: int,
+    first: int,
+    keys: int,
+    rows: int,
+    direct: bool,
+    query_row: int,
+) -> None:
+    """Scores of a tile of keys, wherever their rows lie; also fixes the order of the tile's keys."""
+    scores, spare = scratch + field(call, AT_SCORES), scratch + field(call, AT_BIAS)
+    query, row, head_dim = scratch + field(call, AT_QUERY), vector_size(kind), field(call, HEAD_DIM)
+    order = scratch + field(call, AT_ADDRESSES)
+    listed = order + 8 * field(call, TILE_KEYS)
+    stream_order(order, keys)
+    list_keys(call, KEY, batch, kv_head, first, keys, listed)
+    if direct:
+        length = head_dim * itemsize(kind)
+        score_rows(dot_kind(kind), listed, order, query, query_row, length, keys, rows, scores, row, spare)
+        return
+    stage_listed(kind, listed, keys, field(call, KEY + 4), head_dim, scratch + field(call, AT_KEY), query_row)
+    score_rows(compute_kind(kind), listed, order, query, query_row, query_row, keys, rows, scores, row, spare)
+
+
+@native
 def _weigh_values(
     kind: Kind, call: int, scratch: int, batch: int, kv_head: int, first: int, keys: int, rows: int
 ) -> None:
-    value, value_row = tensor_at(call, VALUE, batch, kv_head, first), field(call, VALUE + 3)
-    scores, out, row, value_dim = (
-        scratch + field(call, AT_SCORES),
-        scratch + field(call, AT_OUT),
-        vector_size(kind),
-        field(call, VALUE_DIM),
-    )
-    out_row, vectors = _out_row(kind, call), padded(kind, value_dim) // lanes(kind)
-    key_row, key_bytes = field(call, KEY + 3), field(call, HEAD_DIM) * itemsize(kind)
-    next_key = tensor_at(call, KEY, batch, kv_head, first + field(call, TILE_KEYS))
-    if value_dim % lanes(kind) == 0 and field(call, VALUE + 4) == itemsize(kind):
-        weigh_rows(
-            kind,
-            scores,
-            row,
-            value,
-            value_row,
-            keys,
-            rows,
-            vectors,
-            out,
-            out_row,
-            next_key,
-            key_row,
-            key_bytes,
-        )
-    else:
-        staged = scratch + field(call, AT_VALUE)
-        stage_natural(kind, value, value_row, field(call, VALUE + 4), keys, value_dim, staged, out_row)
-        weigh_rows(
-            compute_kind(kind), scores, row, staged, out_row, keys, rows, vectors, out, out_row,
-            next_key, key_row, key_bytes,
-        )  # fmt: skip
+    """O += P V for the tile of keys that _score_keys has put in order."""
+    scores, row = scratch + field(call, AT_SCORES), vector_size(kind)
+    out, out_row, step = scratch + field(call, AT_OUT), _out_row(kind, call), field(call, VALUE + 4)
+    value_dim, vectors = field(call, VALUE_DIM), padded(kind, field(call, VALUE_DIM)) // lanes(kind)
+    order = scratch + field(call, AT_ADDRESSES)
+    listed = order + 8 * field(call, TILE_KEYS)
+    list_keys(call, VALUE, batch, kv_head, first, keys, listed)
+    if value_dim % lanes(kind) == 0 and step == itemsize(kind):
+        weigh_rows(kind, scores, row, listed, order, keys, rows, vectors, out, out_row)
+        return
+    stage_listed(kind, listed, keys, step, value_dim, scratch + field(call, AT_VALUE), out_row)
+    weigh_rows(compute_kind(kind), scores, row, listed, order, keys, rows, vectors, out, out_row)
 
 
 @native
@@ -239,9 +215,8 @@ def _rescale_rows(kind: Kind, out: int, out_row: int, rows: int, factors: int) -
 
 
 @native
-def _finish(kind: Kind, call: int, scratch: int, block: int) -> None:
-    """Normalises the rows of a block and writes them, with their LSE."""
-    batch, kv_head, start_row = _place(kind, call, block)
+def _finish(kind: Kind, call: int, scratch: int, batch: int, kv_head: int, start_row: int) -> None:
+    """Normalises one vector of rows and writes them, with their LSE."""
     table, size = scratch + field(call, AT_ROWS), compute_size(kind)
     finish_rows(kind, call, table, batch, kv_head, start_row)
     locate_rows(call, table, OUT, OUT_ROW, batch, kv_head, start_row, lanes(kind))
@@ -276,23 +251,25 @@ def _keep(kind: Kind, call: int, scratch: int, task: int) -> None:
 
 
 @native
-def merge(kind: Kind, call: int, scratch: int, block: int) -> None:
-    """Combines the states of every split of a block of rows, in order, and finishes the rows."""
-    batch, kv_head, start_row = _place(kind, call, block)
+def merge(kind: Kind, call: int, scratch: int, task: int) -> None:
+    """Combines the states of every split of one vector of rows, in order, and finishes the rows."""
+    place = place_of(call, task, field(call, KV_HEADS) * field(call, TILES))
+    batch, kv_head = place.batch, place.local // place.tiles
+    start_row, first = place.local % place.tiles * lanes(kind), place.start + place.local * place.splits
     step = score_factor(call) * LOG2_E
     table, size, one = scratch + field(call, AT_ROWS), compute_size(kind), vector_size(kind)
-    splits, out_row = field(call, SPLITS), _out_row(kind, call)
+    splits, out_row = place.splits, _out_row(kind, call)
     set_rows(kind, call, table, batch, kv_head, start_row, lanes(kind), False)
     rows, out = peek_int64(table + COUNT), scratch + field(call, AT_OUT)
     fill(kind, out, out_row, rows, out_row // size, 0.0)
     for r in range(rows):
         largest, total = -math.inf, 0.0
         for split in range(splits):
-            row_max = peek(kind, _state(kind, call, block * splits + split) + r * size)
+            row_max = peek(kind, _state(kind, call, first + split) + r * size)
             if row_max > largest or math.isnan(row_max):
                 largest = row_max
         for split in range(splits):
-            state = _state(kind, call, block * splits + split)
+            state = _state(kind, call, first + split)
             row_max, row_sum = peek(kind, state + r * size), peek(kind, state + one + r * size)
             if row_max == -math.inf and not math.isnan(row_sum):  # nothing seen in this split
                 continue
@@ -304,4 +281,4 @@ def merge(kind: Kind, call: int, scratch: int, block: int) -> None:
                 store(target + at, load(kind, target + at) + weight * load(kind, source + at))
         poke(kind, table + ROW_MAX + r * size, largest)
         poke(kind, table + ROW_SUM + r * size, total)
-    _finish(kind, call, scratch, block)
+    _finish(kind, call, scratch, batch, kv_head, start_row)

@@ -4,7 +4,7 @@ head_dim.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from llvmlite import ir
 from numba import types
@@ -14,6 +14,7 @@ from numba.extending import intrinsic
 from .kinds import (
     I32,
     I64,
+    TARGET,
     Kind,
     compute_size,
     itemsize,
@@ -31,8 +32,10 @@ from .llvm import (
     splat_value,
     widen_value,
 )
-from .simd import peek, poke, prefetch, store
+from .simd import peek, peek_int64, poke, poke_int64, store
 from .tiles import sum_lanes, tile_operations
+
+STREAMS = 4  # runs of keys that are read side by side
 
 
 def _load_operand(b: ir.IRBuilder, kind: Kind, address: ir.Value) -> ir.Value:
@@ -42,21 +45,48 @@ def _load_operand(b: ir.IRBuilder, kind: Kind, address: ir.Value) -> ir.Value:
     return widen_value(b, kind, address, kind.lanes)
 
 
-def _dot_step(rows: int) -> Any:
-    """Accumulators += K * Q for lanes / rows keys and `rows` query rows, one register of each at a time."""
+def _load_query(b: ir.IRBuilder, kind: Any, address: ir.Value) -> ir.Value:
+    """One register of a query: raw pairs, or numbers that were widened once for all keys."""
+    if kind.kind.pairs:
+        return _load_operand(b, kind.kind, address)
+    return b.load(pointer(b, address, kind.vector.llvm), align=4)
+
+
+def _per_block(kind: Kind, rows: int) -> int:
+    """Keys beside `rows` query rows: their sums are as many vectors as a vector has lanes."""
+    return max(1, kind.lanes // rows)
+
+
+def _dot_operations(rows: int) -> tuple[Any, Any]:
+    """Addresses of a block of keys; accumulators += K * Q for it and `rows` query rows, one register of
+    each at a time.
+    """
 
     @intrinsic
-    def step(tc: Any, kind: Any, sums: Any, key: Any, key_row: Any, query: Any, query_row: Any) -> Any:
+    def block(tc: Any, kind: Any, listed: Any, order: Any) -> Any:
+        per = _per_block(kind.kind, rows)
+
+        def gen(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
+            addresses = []
+            for i in range(per):
+                index = b.load(pointer(b, b.add(args[2], ir.Constant(I64, 8 * i)), I64), align=8)
+                addresses.append(b.load(pointer(b, offset(b, args[1], index, 8), I64), align=8))
+            return cgutils.pack_array(b, addresses)
+
+        return types.UniTuple(types.int64, per)(kind, types.int64, types.int64), gen
+
+    @intrinsic
+    def step(tc: Any, kind: Any, sums: Any, keys: Any, shift: Any, query: Any, query_row: Any) -> Any:
         k = kind.kind
 
         def gen(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
-            _, sums_value, key_value, key_row_value, query_value, query_row_value = args
+            _, sums_value, keys_value, shift_value, query_value, query_row_value = args
             if k.lanes < rows:  # unreachable in such a kernel, yet it must compile
                 return sums_value
-            queries = [_load_operand(b, k, offset(b, query_value, r, query_row_value)) for r in range(rows)]
+            queries = [_load_query(b, kind, offset(b, query_value, r, query_row_value)) for r in range(rows)]
             result = []
             for i in range(k.lanes // rows):
-                one = _load_operand(b, k, offset(b, key_value, i, key_row_value))
+                one = _load_operand(b, k, b.add(b.extract_value(keys_value, i), shift_value))
                 for r in range(rows):
                     old = b.extract_value(sums_value, i * rows + r)
                     new = (
@@ -67,13 +97,16 @@ def _dot_step(rows: int) -> Any:
                     result.append(new)
             return cgutils.pack_array(b, result)
 
-        tile = types.UniTuple(kind.vector, k.lanes)
-        return tile(kind, tile, *[types.int64] * 4), gen
+        tile, addresses = (
+            types.UniTuple(kind.vector, k.lanes),
+            types.UniTuple(types.int64, _per_block(k, rows)),
+        )
+        return tile(kind, tile, addresses, *[types.int64] * 3), gen
 
-    return step
+    return block, step
 
 
-_dot_1, _dot_2, _dot_4 = (_dot_step(rows) for rows in (1, 2, 4))
+_DOTS = {rows: _dot_operations(rows) for rows in (1, 2, 4)}
 
 
 @intrinsic
@@ -110,12 +143,14 @@ def _sum_each(tc: Any, kind: Any, sums: Any) -> Any:
     return kind.vector(kind, types.UniTuple(kind.vector, n)), gen
 
 
-def _make_dots(rows: int, dot: Any) -> Any:
+def _make_dots(rows: int) -> Any:
+    block, step = _DOTS[rows]
+
     @native
     def dots(
         kind: Kind,
-        key: int,
-        key_row: int,
+        listed: int,
+        order: int,
         query: int,
         query_row: int,
         length: int,
@@ -123,27 +158,41 @@ def _make_dots(rows: int, dot: Any) -> Any:
         score_row: int,
         spare: int,
     ) -> None:
-        """Scores of lanes / rows keys and `rows` query rows; length = bytes of one row, whole registers."""
-        sums = _no_sums(kind)
-        for at in range(0, length, register_bytes(kind)):
-            sums = dot(kind, sums, key + at, key_row, query + at, query_row)
+        """Scores of lanes / rows keys and `rows` query rows; length = bytes of one key, whole registers."""
+        sums, keys = _no_sums(kind), block(kind, listed, order)
+        for i in range(length // register_bytes(kind)):
+            sums = step(kind, sums, keys, i * register_bytes(kind), query + i * vector_size(kind), query_row)
         store(spare, _sum_each(kind, sums))
         size = compute_size(kind)
         for i in range(lanes(kind) // rows):
+            to = scores + peek_int64(order + 8 * i) * score_row
             for r in range(rows):
-                poke(kind, scores + i * score_row + r * size, peek(kind, spare + (i * rows + r) * size))
+                poke(kind, to + r * size, peek(kind, spare + (i * rows + r) * size))
 
     return dots
 
 
-_dots_1, _dots_2, _dots_4 = (_make_dots(rows, dot) for rows, dot in ((1, _dot_1), (2, _dot_2), (4, _dot_4)))
+_dots_1, _dots_2, _dots_4 = (_make_dots(rows) for rows in (1, 2, 4))
+
+
+@native
+def stream_order(order: int, keys: int) -> None:
+    """order[i] = the key to take as number i: one each from STREAMS parts of the tile in turn.
+
+    Memory delivers several streams faster than one.
+    """
+    part = keys // STREAMS
+    for i in range(STREAMS * part):
+        poke_int64(order + 8 * i, i % STREAMS * part + i // STREAMS)
+    for i in range(STREAMS * part, keys):
+        poke_int64(order + 8 * i, i)
 
 
 @native
 def score_rows(
     kind: Kind,
-    key: int,
-    key_row: int,
+    listed: int,
+    order: int,
     query: int,
     query_row: int,
     length: int,
@@ -152,13 +201,10 @@ def score_rows(
     scores: int,
     score_row: int,
     spare: int,
-    ahead: int,
-    ahead_row: int,
-    ahead_bytes: int,
 ) -> None:
     """scores[key][row] = K Q^T for few rows: blocks of 4, 2 and 1 rows, as many keys as registers allow.
 
-    Meanwhile `ahead_bytes` of each row at `ahead`, the values of the same keys, are on their way from memory.
+    `listed` holds the address of every key, `order` the order in which they are taken.
     """
     row, size = 0, compute_size(kind)
     while row < rows:
@@ -169,35 +215,54 @@ def score_rows(
             # The last block overlaps the one before it; where there is none, keys go one by one.
             if keys >= per:
                 first = min(first, keys - per)
-                source, to = key + first * key_row, target + first * score_row
-                if row == 0:
-                    for i in range(first, first + per):
-                        prefetch(ahead + i * ahead_row, ahead_bytes)
+                to = order + 8 * first
                 if block == 4:
-                    _dots_4(kind, source, key_row, queries, query_row, length, to, score_row, spare)
+                    _dots_4(kind, listed, to, queries, query_row, length, target, score_row, spare)
                 elif block == 2:
-                    _dots_2(kind, source, key_row, queries, query_row, length, to, score_row, spare)
+                    _dots_2(kind, listed, to, queries, query_row, length, target, score_row, spare)
                 else:
-                    _dots_1(kind, source, key_row, queries, query_row, length, to, score_row, spare)
+                    _dots_1(kind, listed, to, queries, query_row, length, target, score_row, spare)
                 first += per
             else:
                 for r in range(block):
                     place = target + first * score_row + r * size
-                    poke(kind, place, _dot(kind, key + first * key_row, queries + r * query_row, length))
+                    key = peek_int64(listed + 8 * first)
+                    poke(kind, place, _dot(kind, key, queries + r * query_row, length))
                 first += 1
         row += block
 
 
 @native
 def _dot(kind: Kind, key: int, query: int, length: int) -> float:
-    sums = _no_sums(kind)
-    for at in range(0, length, register_bytes(kind)):
-        sums = _dot_1(kind, sums, key + at, 0, query + at, 0)
-    return sum_lanes(kind, sums[0])
+    total = _no_sums(kind)[0]
+    for i in range(length // register_bytes(kind)):
+        total = _dot_one(kind, total, key + i * register_bytes(kind), query + i * vector_size(kind))
+    return sum_lanes(kind, total)
+
+
+@intrinsic
+def _dot_one(tc: Any, kind: Any, total: Any, key: Any, query: Any) -> Any:
+    k = kind.kind
+
+    def gen(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
+        one, other = _load_operand(b, k, args[2]), _load_query(b, kind, args[3])
+        if k.pairs:
+            return dot_pairs_value(b, args[1], one, other)
+        return fma_value(b, kind.vector, one, other, args[1])
+
+    return kind.vector(kind, kind.vector, types.int64, types.int64), gen
+
+
+class Group(NamedTuple):
+    """STREAMS keys, or one: where their weights and values lie."""
+
+    keys: int
+    weights: tuple[int, int, int, int]
+    values: tuple[int, int, int, int]
 
 
 def _make_weigh(rows: int, columns: int) -> Any:
-    """O[rows][columns vectors] += P[key, row] * V[key], V read in its own dtype."""
+    """O[rows][columns vectors] += P[key, row] * V[key] for a group of keys, V read in its own dtype."""
 
     @intrinsic
     def step(tc: Any, kind: Any, tile: Any, weights: Any, value: Any) -> Any:
@@ -226,30 +291,26 @@ def _make_weigh(rows: int, columns: int) -> Any:
     zeros, add_tile, _, _ = tile_operations(rows, columns)
 
     @native
-    def weigh(
-        kind: Kind,
-        weights: int,
-        weight_row: int,
-        value: int,
-        value_row: int,
-        keys: int,
-        out: int,
-        out_row: int,
-        ahead: int,
-        ahead_row: int,
-        ahead_bytes: int,
-    ) -> None:
-        tile = zeros(kind)
-        for j in range(keys):
-            prefetch(ahead + j * ahead_row, ahead_bytes)
-            tile = step(kind, tile, weights + j * weight_row, value + j * value_row)
-        add_tile(kind, tile, out, out_row)
+    def weigh(kind: Kind, group: Group, row: int, column: int, vectors: int, out: int, out_row: int) -> int:
+        """Vectors [column, vectors) in steps of `columns`; returns the first one not computed."""
+        while column + columns <= vectors:
+            shift, tile = column * lanes(kind) * itemsize(kind), zeros(kind)
+            tile = step(kind, tile, group.weights[0] + row, group.values[0] + shift)
+            if group.keys == STREAMS:
+                tile = step(kind, tile, group.weights[1] + row, group.values[1] + shift)
+                tile = step(kind, tile, group.weights[2] + row, group.values[2] + shift)
+                tile = step(kind, tile, group.weights[3] + row, group.values[3] + shift)
+            add_tile(kind, tile, out + column * vector_size(kind), out_row)
+            column += columns
+        return column
 
     return weigh
 
 
-_weigh_4_4, _weigh_4_1, _weigh_1_4, _weigh_1_1 = (
-    _make_weigh(r, c) for r, c in ((4, 4), (4, 1), (1, 4), (1, 1))
+# Vectors of V beside 4 rows of sums: what 16 registers, or 32, have room for.
+_WIDE = 2 if TARGET.vector_bytes == 32 else 4
+_weigh_4_wide, _weigh_4_1, _weigh_1_wide, _weigh_1_1 = (
+    _make_weigh(r, c) for r, c in ((4, _WIDE), (4, 1), (1, _WIDE), (1, 1))
 )
 
 
@@ -258,37 +319,55 @@ def weigh_rows(
     kind: Kind,
     weights: int,
     weight_row: int,
-    value: int,
-    value_row: int,
+    values: int,
+    order: int,
     keys: int,
     rows: int,
     vectors: int,
     out: int,
     out_row: int,
-    ahead: int,
-    ahead_row: int,
-    ahead_bytes: int,
 ) -> None:
     """O[row][d] += sum over keys of P[key][row] V[key][d]; V in whole vectors of its own dtype.
 
-    Meanwhile `ahead_bytes` of each row at `ahead`, the next keys, are on their way from memory.
+    `values` holds the address of every row of V, so that its bits do not depend on where the rows lie, and
+    `order` the order in which keys are taken.
     """
+    first = 0
+    while first < keys:
+        count, at = STREAMS if keys - first >= STREAMS else 1, order + 8 * first
+        i = peek_int64(at)
+        j, k, m = i, i, i
+        if count == STREAMS:
+            j, k, m = peek_int64(at + 8), peek_int64(at + 16), peek_int64(at + 24)
+        group = Group(
+            count,
+            (
+                weights + i * weight_row,
+                weights + j * weight_row,
+                weights + k * weight_row,
+                weights + m * weight_row,
+            ),
+            (
+                peek_int64(values + 8 * i),
+                peek_int64(values + 8 * j),
+                peek_int64(values + 8 * k),
+                peek_int64(values + 8 * m),
+            ),
+        )
+        _weigh_group(kind, group, rows, vectors, out, out_row)
+        first += count
+
+
+@native
+def _weigh_group(kind: Kind, group: Group, rows: int, vectors: int, out: int, out_row: int) -> None:
     row, size = 0, compute_size(kind)
     while row < rows:
-        block = 4 if rows - row >= 4 else 1
-        column = 0
-        while column < vectors:
-            wide = 4 if vectors - column >= 4 else 1
-            p, v = weights + row * size, value + column * lanes(kind) * itemsize(kind)
-            to = out + row * out_row + column * vector_size(kind)
-            size_ahead = ahead_bytes if row == 0 and column == 0 else 0
-            if block == 4 and wide == 4:
-                _weigh_4_4(kind, p, weight_row, v, value_row, keys, to, out_row, ahead, ahead_row, size_ahead)
-            elif block == 4:
-                _weigh_4_1(kind, p, weight_row, v, value_row, keys, to, out_row, ahead, ahead_row, size_ahead)
-            elif wide == 4:
-                _weigh_1_4(kind, p, weight_row, v, value_row, keys, to, out_row, ahead, ahead_row, size_ahead)
-            else:
-                _weigh_1_1(kind, p, weight_row, v, value_row, keys, to, out_row, ahead, ahead_row, size_ahead)
-            column += wide
-        row += block
+        weight, to = row * size, out + row * out_row
+        if rows - row >= 4:
+            column = _weigh_4_wide(kind, group, weight, 0, vectors, to, out_row)
+            _weigh_4_1(kind, group, weight, column, vectors, to, out_row)
+            row += 4
+        else:
+            column = _weigh_1_wide(kind, group, weight, 0, vectors, to, out_row)
+            _weigh_1_1(kind, group, weight, column, vectors, to, out_row)
+            row += 1

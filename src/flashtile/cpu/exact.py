@@ -22,8 +22,9 @@ from .call import (
     field,
 )
 from .kinds import Kind, compute_size, is_pairs, native
-from .rows import COUNT, GRAD_OUT_ROW, QUERY_ROW, tensor_at
+from .rows import COUNT, GRAD_OUT_ROW, QUERY_ROW
 from .scores import sees
+from .sequences import key_at
 from .simd import peek, peek_int64, poke, read
 from .stage import padded
 
@@ -54,7 +55,7 @@ def accumulate_exactly(
     """O += P V over visible entries only; steps in bytes from lane to lane and from number to number of O."""
     step = field(call, VALUE + 4)
     for j in range(keys):
-        value = tensor_at(call, VALUE, batch, kv_head, first + j)
+        value = key_at(call, VALUE, batch, kv_head, first + j)
         for lane in range(peek_int64(table + COUNT)):
             if sees(kind, call, table, lane, first + j):
                 p = probability(kind, probabilities, width, j, lane)
@@ -90,7 +91,7 @@ def backward_exactly(
     p_tile = scratch + field(call, AT_ROUNDED if is_pairs(kind) else AT_SCORES)
     ds_tile = scratch + field(call, AT_GRAD_ROUNDED if is_pairs(kind) else AT_GRAD_SCORES)
     for j in range(keys):
-        key = tensor_at(call, KEY, batch, kv_head, first + j)
+        key = key_at(call, KEY, batch, kv_head, first + j)
         grad_key = scratch + field(call, AT_GRAD_KEY) + (inside + j) * padded(kind, head_dim) * size
         grad_value = scratch + field(call, AT_GRAD_VALUE) + (inside + j) * padded(kind, value_dim) * size
         for lane in range(peek_int64(table + COUNT)):

@@ -20,7 +20,6 @@ from .call import (
     LSE_REST,
     OUT,
     QUERY,
-    QUERY_LENGTH,
     SINKS,
     TILE_KEYS,
     TILES,
@@ -43,9 +42,9 @@ from .rows import (
     ROW_SUM,
     locate_rows,
     set_rows,
-    tensor_at,
 )
 from .scores import finish_scores, hides_some, score_factor
+from .sequences import place_of, query_at, query_length
 from .simd import peek, peek_int64, poke, rounded
 from .softmax import online_softmax, rescale
 from .stage import fill, padded, stage_query, unstage_transposed
@@ -58,9 +57,9 @@ def tile_width(kind: Kind) -> int:
 
 
 @native
-def used_width(kind: Kind, call: int, start: int) -> int:
+def used_width(kind: Kind, call: int, batch: int, start: int) -> int:
     """Rows of the tile that starts there, in whole vectors: the last tile of a short sequence is narrower."""
-    return padded(kind, min(tile_width(kind), field(call, GROUP) * field(call, QUERY_LENGTH) - start))
+    return padded(kind, min(tile_width(kind), field(call, GROUP) * query_length(call, batch) - start))
 
 
 @native
@@ -70,10 +69,10 @@ def forward(kind: Kind, call: int, scratch: int, task: int) -> None:
     Tiles of a head follow one another, so that its K and V stay in the cache; late rows, the heaviest of a
     causal call, come first.
     """
-    heads, tiles = field(call, KV_HEADS), field(call, TILES)
-    batch, kv_head = task // tiles // heads, task // tiles % heads
-    start = (tiles - 1 - task % tiles) * tile_width(kind)
-    width, size = used_width(kind, call, start), compute_size(kind)
+    place = place_of(call, task, field(call, KV_HEADS) * field(call, TILES))
+    batch, kv_head = place.batch, place.local // place.tiles
+    start = (place.tiles - 1 - place.local % place.tiles) * tile_width(kind)
+    width, size = used_width(kind, call, batch, start), compute_size(kind)
     row, value_dim = width * size, field(call, VALUE_DIM)
     table, out = scratch + field(call, AT_ROWS), scratch + field(call, AT_OUT)
     query = scratch + field(call, AT_QUERY)
@@ -114,7 +113,8 @@ def forward_keys(
     )
     spare = scratch + field(call, AT_BIAS)
     query, tile = Packed(scratch + field(call, AT_QUERY), row), Packed(scores, row)
-    k = key_operand(kind, call, KEY, batch, kv_head, first, keys, HEAD_DIM, scratch + field(call, AT_KEY))
+    space = scratch + field(call, AT_KEY)
+    k = key_operand(kind, call, scratch, KEY, batch, kv_head, first, keys, HEAD_DIM, space)
     multiply(kind, k, query, tile, keys, vectors, False)
     finish_scores(kind, call, table, scores, 0, spare, first, keys, width)
     if online_softmax(kind, call, table, scores, score_factor(call), first, keys, width):
@@ -125,7 +125,7 @@ def forward_keys(
         accumulate_exactly(kind, call, table, scores, width, out, size, row, batch, kv_head, first, keys)
         return
     space = scratch + field(call, AT_VALUE)
-    vt = columns_operand(kind, call, VALUE, batch, kv_head, first, keys, VALUE_DIM, space)
+    vt = columns_operand(kind, call, scratch, VALUE, batch, kv_head, first, keys, VALUE_DIM, space)
     multiply(kind, vt, tile, Packed(out, row), value_dim, vectors, True)
 
 
@@ -156,6 +156,6 @@ def finish_rows(kind: Kind, call: int, table: int, batch: int, kv_head: int, sta
         poke(kind, table + FACTOR + at, factor)
         head, query = kv_head * group + row % group, row // group
         if field(call, LSE_REST) != 0:
-            poke(kind, tensor_at(call, LSE_REST, batch, head, query), log_sum)
+            poke(kind, query_at(call, LSE_REST, batch, head, query), log_sum)
             log_sum = 0.0
-        poke(kind, tensor_at(call, LSE, batch, head, query), row_max + log_sum)
+        poke(kind, query_at(call, LSE, batch, head, query), row_max + log_sum)

@@ -124,7 +124,7 @@ def _add_to_slopes(
         total = splat(kind, 0.0)
         for j in range(keys):
             gradient = load(kind, tile + (j * width + lane) * size)
-            total = fma(gradient, alibi_distance(kind, call, table, lane, first + j), total)
+            total = fma(gradient, alibi_distance(kind, table, lane, first + j), total)
         store(spare, total)
         for one in range(lane, min(lane + lanes(kind), peek_int64(table + COUNT))):
             place = (peek_int32(table + BATCH_HEAD + 4 * one) * splits + split) * size + field(

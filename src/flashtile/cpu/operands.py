@@ -2,21 +2,60 @@
 
 from __future__ import annotations
 
-from .call import GRAD_OUT, HEAD_DIM, QUERY, VALUE_DIM, field
+from .call import AT_PAGES, GRAD_OUT, HEAD_DIM, QUERY, VALUE_DIM, field
 from .gemm import Operand
 from .kinds import Kind, compute_size, is_pairs, is_widened, itemsize, lanes, native
-from .rows import COUNT, GRAD_OUT_ROW, QUERY_ROW, tensor_at
+from .rows import COUNT, GRAD_OUT_ROW, QUERY_ROW
+from .sequences import key_at, run_length
 from .simd import all_lanes, load_stored, peek_int64, read, splat
-from .stage import padded, stage_natural, stage_row_pairs, stage_stored
+from .stage import copy_numbers, padded, stage_natural, stage_row_pairs, stage_stored
+
+
+@native
+def _rows_of_tile(
+    kind: Kind,
+    call: int,
+    scratch: int,
+    tensor: int,
+    batch: int,
+    kv_head: int,
+    first: int,
+    keys: int,
+    dim: int,
+) -> tuple[int, int, int]:
+    """Address of a tile of keys or values and the steps to the next row and number: where it lies, or copied
+    together from several pages.
+    """
+    count, step = field(call, dim), field(call, tensor + 4)
+    if run_length(call, first, keys) == keys:
+        return key_at(call, tensor, batch, kv_head, first), field(call, tensor + 3), step
+    size, target, done = itemsize(kind), scratch + field(call, AT_PAGES), 0
+    row, row_step = count * size, field(call, tensor + 3)
+    while done < keys:
+        run = run_length(call, first + done, keys - done)
+        source = key_at(call, tensor, batch, kv_head, first + done)
+        for j in range(run):
+            copy_numbers(kind, source + j * row_step, step, count, target + (done + j) * row)
+        done += run
+    return target, row, size
 
 
 @native
 def key_operand(
-    kind: Kind, call: int, tensor: int, batch: int, kv_head: int, first: int, keys: int, dim: int, space: int
+    kind: Kind,
+    call: int,
+    scratch: int,
+    tensor: int,
+    batch: int,
+    kv_head: int,
+    first: int,
+    keys: int,
+    dim: int,
+    space: int,
 ) -> Operand:
     """Keys (or values) as A of scores = K Q^T."""
-    count, step, row_step = field(call, dim), field(call, tensor + 4), field(call, tensor + 3)
-    source = tensor_at(call, tensor, batch, kv_head, first)
+    count = field(call, dim)
+    source, row_step, step = _rows_of_tile(kind, call, scratch, tensor, batch, kv_head, first, keys, dim)
     if is_pairs(kind):
         if count % 2 == 0 and step == 2:
             return Operand(source, row_step, 4, count // 2)
@@ -32,11 +71,20 @@ def key_operand(
 
 @native
 def columns_operand(
-    kind: Kind, call: int, tensor: int, batch: int, kv_head: int, first: int, keys: int, dim: int, space: int
+    kind: Kind,
+    call: int,
+    scratch: int,
+    tensor: int,
+    batch: int,
+    kv_head: int,
+    first: int,
+    keys: int,
+    dim: int,
+    space: int,
 ) -> Operand:
     """Values (or keys) as A of O^T += V^T P^T, which sums over keys (or pairs of keys)."""
-    count, step, row_step = field(call, dim), field(call, tensor + 4), field(call, tensor + 3)
-    source, row = tensor_at(call, tensor, batch, kv_head, first), padded(kind, count) * compute_size(kind)
+    count, row = field(call, dim), padded(kind, field(call, dim)) * compute_size(kind)
+    source, row_step, step = _rows_of_tile(kind, call, scratch, tensor, batch, kv_head, first, keys, dim)
     if is_pairs(kind):
         stage_row_pairs(kind, source, row_step, step, keys, count, space, row)
         return Operand(space, 4, row, (keys + 1) // 2)
@@ -51,14 +99,14 @@ def all_finite(
     kind: Kind, call: int, tensor: int, batch: int, kv_head: int, first: int, rows: int, dim: int
 ) -> bool:
     """Whether a tile of keys or values holds no NaN and no infinity (their product with 0 would be NaN)."""
-    return rows_finite(
-        kind,
-        tensor_at(call, tensor, batch, kv_head, first),
-        field(call, tensor + 3),
-        field(call, tensor + 4),
-        rows,
-        field(call, dim),
-    )
+    row_step, step, count, done = field(call, tensor + 3), field(call, tensor + 4), field(call, dim), 0
+    while done < rows:
+        run = run_length(call, first + done, rows - done)
+        source = key_at(call, tensor, batch, kv_head, first + done)
+        if not rows_finite(kind, source, row_step, step, run, count):
+            return False
+        done += run
+    return True
 
 
 @native

@@ -9,18 +9,18 @@ from __future__ import annotations
 from .call import (
     BIAS,
     FIRST,
+    GRAD_BIAS,
     GROUP,
     HEADS,
-    KEY_LENGTH,
     LAST,
     LOWER,
     MASK,
-    QUERY_LENGTH,
     SLOPES,
     UPPER,
     field,
 )
 from .kinds import Kind, compute_size, native
+from .sequences import key_length, plane_at, query_length, query_start
 from .simd import peek, peek_int32, peek_int64, poke, poke_int32, poke_int64
 
 # int64 per lane (64 lanes at most)
@@ -31,36 +31,23 @@ QUERY_ROW, OUT_ROW, BIAS_ROW, MASK_ROW, GRAD_OUT_ROW, GRAD_QUERY_ROW, GRAD_BIAS_
 INDEX, FIRST_KEY, LAST_KEY, BATCH_HEAD = (512 * i for i in range(7, 11))
 # compute numbers per lane
 SLOPE, ROW_MAX, ROW_SUM, FACTOR, ROW_LSE, ROW_REST, ROW_DELTA = (512 * i for i in range(11, 18))
-# int64 once: lanes in use; keys seen by some lane [LOW, HIGH) and by every lane [FULL_LOW, FULL_HIGH)
-COUNT, LOW, HIGH, FULL_LOW, FULL_HIGH = (512 * 18 + 8 * i for i in range(5))
+# int64 once: lanes in use; keys seen by some lane [LOW, HIGH), by every lane [FULL_LOW, FULL_HIGH); Sk - Sq
+COUNT, LOW, HIGH, FULL_LOW, FULL_HIGH, DIAGONAL = (512 * 18 + 8 * i for i in range(6))
 TABLE_BYTES = 512 * 19
-
-
-@native
-def tensor_at(call: int, tensor: int, batch: int, head: int, row: int) -> int:
-    """Address of the first element of a tensor's row; 0 where the tensor is absent."""
-    base = field(call, tensor)
-    if base == 0:
-        return 0
-    return (
-        base
-        + batch * field(call, tensor + 1)
-        + head * field(call, tensor + 2)
-        + row * field(call, tensor + 3)
-    )
 
 
 @native
 def visible_keys(call: int, batch: int, query: int) -> tuple[int, int]:
     """The interval [first, last) of keys a query may see: band and interval arrays intersected."""
     first = max(0, query + field(call, LOWER))
-    last = min(field(call, KEY_LENGTH), query + field(call, UPPER) + 1)
+    last = min(key_length(call, batch), query + field(call, UPPER) + 1)
+    row = query_start(call, batch) + query
     at = field(call, FIRST)
     if at != 0:
-        first = max(first, peek_int32(at + batch * field(call, FIRST + 1) + query * field(call, FIRST + 2)))
+        first = max(first, peek_int32(at + batch * field(call, FIRST + 1) + row * field(call, FIRST + 2)))
     at = field(call, LAST)
     if at != 0:
-        last = min(last, peek_int32(at + batch * field(call, LAST + 1) + query * field(call, LAST + 2)))
+        last = min(last, peek_int32(at + batch * field(call, LAST + 1) + row * field(call, LAST + 2)))
     return first, last
 
 
@@ -78,9 +65,9 @@ def set_rows(
     """Fills the table for rows [start, start + width) of one key head; lanes past the end repeat the last
     row.
     """
-    group, key_length = field(call, GROUP), field(call, KEY_LENGTH)
-    count = min(width, group * field(call, QUERY_LENGTH) - start)
-    low, high, full_low, full_high = key_length, 0, 0, key_length
+    group, queries, keys = field(call, GROUP), query_length(call, batch), key_length(call, batch)
+    count = min(width, group * queries - start)
+    low, high, full_low, full_high = keys, 0, 0, keys
     for lane in range(width):
         row = start + min(lane, count - 1)
         query, head = row // group, kv_head * group + row % group
@@ -88,7 +75,7 @@ def set_rows(
         if lane >= count and pad_sees_nothing:
             last = first
         if first >= last:
-            first, last = key_length, 0
+            first, last = keys, 0
         if lane < count or pad_sees_nothing:
             full_low, full_high = max(full_low, first), min(full_high, last)
             low, high = min(low, first), max(high, last)
@@ -96,8 +83,8 @@ def set_rows(
         poke_int32(table + FIRST_KEY + 4 * lane, first)
         poke_int32(table + LAST_KEY + 4 * lane, last)
         poke_int32(table + BATCH_HEAD + 4 * lane, batch * field(call, HEADS) + head)
-        poke_int64(table + BIAS_ROW + 8 * lane, tensor_at(call, BIAS, batch, head, query))
-        poke_int64(table + MASK_ROW + 8 * lane, tensor_at(call, MASK, batch, head, query))
+        poke_int64(table + BIAS_ROW + 8 * lane, plane_at(call, BIAS, batch, head, query))
+        poke_int64(table + MASK_ROW + 8 * lane, plane_at(call, MASK, batch, head, query))
         slopes = field(call, SLOPES)
         if slopes != 0:
             slope = peek(kind, slopes + batch * field(call, SLOPES + 1) + head * field(call, SLOPES + 2))
@@ -107,18 +94,19 @@ def set_rows(
     poke_int64(table + HIGH, high)
     poke_int64(table + FULL_LOW, full_low)
     poke_int64(table + FULL_HIGH, full_high)
+    poke_int64(table + DIAGONAL, keys - queries)
 
 
 @native
 def locate_rows(
     call: int, table: int, tensor: int, target: int, batch: int, kv_head: int, start: int, width: int
 ) -> None:
-    """Per lane, the address of the row in one tensor."""
-    group = field(call, GROUP)
+    """Per lane, the address of the row in one tensor that lies as Q does, or in the gradient of the bias."""
+    group, first = field(call, GROUP), 0 if tensor == GRAD_BIAS else query_start(call, batch)
     last = start + peek_int64(table + COUNT) - 1
     for lane in range(width):
         row = min(start + lane, last)
         poke_int64(
             table + target + 8 * lane,
-            tensor_at(call, tensor, batch, kv_head * group + row % group, row // group),
+            plane_at(call, tensor, batch, kv_head * group + row % group, first + row // group),
         )

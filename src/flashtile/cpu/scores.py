@@ -10,9 +10,7 @@ from typing import Any
 
 from .call import (
     BIAS,
-    KEY_LENGTH,
     MASK,
-    QUERY_LENGTH,
     SCALE,
     SLOPES,
     SOFTCAP,
@@ -23,6 +21,7 @@ from .exponential import tanh
 from .kinds import Kind, compute_size, lanes, mask_kind, native, vector_size
 from .rows import (
     BIAS_ROW,
+    DIAGONAL,
     FIRST_KEY,
     FULL_HIGH,
     FULL_LOW,
@@ -138,9 +137,9 @@ def _add_bias(
 
 
 @native
-def alibi_distance(kind: Kind, call: int, table: int, lane: int, key: int) -> Any:
+def alibi_distance(kind: Kind, table: int, lane: int, key: int) -> Any:
     """-|i + Sk - Sq - j| per lane."""
-    diagonal = splat_int(kind, key - (field(call, KEY_LENGTH) - field(call, QUERY_LENGTH)))
+    diagonal = splat_int(kind, key - peek_int64(table + DIAGONAL))
     distance = to_float(kind, load_int(kind, table + INDEX + 4 * lane) - diagonal)
     return splat(kind, 0.0) - absolute(distance)
 
@@ -152,7 +151,7 @@ def _add_alibi(kind: Kind, call: int, table: int, scores: int, start: int, keys:
         slope = load(kind, table + SLOPE + lane * size)
         for j in range(keys):
             at = scores + (j * width + lane) * size
-            store(at, fma(slope, alibi_distance(kind, call, table, lane, start + j), load(kind, at)))
+            store(at, fma(slope, alibi_distance(kind, table, lane, start + j), load(kind, at)))
 
 
 @native

@@ -12,9 +12,10 @@ from typing import Any
 
 from llvmlite import ir
 from numba import types
+from numba.core import cgutils
 from numba.extending import intrinsic, overload
 
-from .kinds import I16, I64, SCALARS, VectorType, native
+from .kinds import I8, I64, SCALARS, VectorType
 from .llvm import (
     call,
     fma_value,
@@ -129,12 +130,12 @@ peek_int32, poke_int32 = _scalar_memory(types.int32)
 
 
 @intrinsic
-def copy_int16(tc: Any, source: Any, target: Any) -> Any:
+def copy_bytes(tc: Any, source: Any, target: Any, count: Any) -> Any:
     def gen(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
-        b.store(b.load(pointer(b, args[0], I16), align=2), pointer(b, args[1], I16), align=2)
+        cgutils.raw_memcpy(b, pointer(b, args[1], I8), pointer(b, args[0], I8), args[2], 1)
         return ctx.get_dummy_value()
 
-    return types.void(types.int64, types.int64), gen
+    return types.void(types.int64, types.int64, types.int64), gen
 
 
 @intrinsic
@@ -184,24 +185,6 @@ def splat_int(tc: Any, kind: Any, x: Any) -> Any:
         return splat_value(b, ctx.cast(b, args[1], sig.args[1], types.int32), typ.lanes)
 
     return typ(kind, x), gen
-
-
-@intrinsic
-def _prefetch_line(tc: Any, address: Any) -> Any:
-    def gen(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
-        flags = [ir.Constant(ir.IntType(32), x) for x in (0, 2, 1)]  # to read, into the second level, data
-        line = b.inttoptr(args[0], ir.IntType(8).as_pointer())
-        call(b, "llvm.prefetch.p0", ir.VoidType(), [line, *flags])
-        return ctx.get_dummy_value()
-
-    return types.void(types.int64), gen
-
-
-@native
-def prefetch(address: int, size: int) -> None:
-    """Asks for the cache lines of `size` bytes, which need not exist."""
-    for at in range(address, address + size, 64):
-        _prefetch_line(at)
 
 
 # Arithmetic.

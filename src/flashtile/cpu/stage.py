@@ -17,11 +17,13 @@ from .kinds import (
     vector_size,
 )
 from .simd import (
+    copy_bytes,
     load,
     load_stored,
     peek,
     peek_int64,
     poke,
+    poke_int64,
     read,
     splat,
     store,
@@ -112,14 +114,34 @@ def stage_natural(
 
 
 @native
+def stage_listed(
+    kind: Kind, listed: int, rows: int, step: int, count: int, target: int, target_row: int
+) -> None:
+    """The same for rows anywhere, whose addresses are listed; the list then says where they have gone."""
+    for row in range(rows):
+        _stage_row(kind, peek_int64(listed + 8 * row), step, count, target + row * target_row)
+        poke_int64(listed + 8 * row, target + row * target_row)
+
+
+@native
+def copy_numbers(kind: Kind, source: int, step: int, count: int, target: int) -> None:
+    """`count` numbers one behind the other, in storage precision and bit for bit."""
+    size = itemsize(kind)
+    if step == size:
+        copy_bytes(source, target, count * size)
+        return
+    for d in range(count):
+        copy_bytes(source + d * step, target + d * size, size)
+
+
+@native
 def stage_stored(
     kind: Kind, source: int, row_step: int, step: int, rows: int, count: int, target: int, target_row: int
 ) -> None:
     """target[row][d] in storage precision, contiguous, with one zero behind an odd count."""
     for row in range(rows):
-        at, to = source + row * row_step, target + row * target_row
-        for d in range(count):
-            write(kind, to + d * itemsize(kind), read(kind, at + d * step))
+        to = target + row * target_row
+        copy_numbers(kind, source + row * row_step, step, count, to)
         write(kind, to + count * itemsize(kind), 0.0)
 
 

@@ -21,7 +21,8 @@ from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend
 
 from flashtile import dispatch
-from flashtile.attention import attention, inputs_agree
+from flashtile.arguments import inputs_agree
+from flashtile.attention import attention
 from flashtile.masks import Mask, causal
 from flashtile.problem import AttentionProblem, Gradients, compute_dtype, default_scale
 

@@ -1,4 +1,4 @@
-"""What the masks share: checking arguments, the position of a query among the keys, and how values print."""
+"""What the masks share: checking arguments, and how values print."""
 
 from __future__ import annotations
 
@@ -18,34 +18,6 @@ def checked_alignment(alignment: Alignment | None) -> Alignment | None:
     if alignment not in (None, "top-left", "bottom-right"):
         raise ValueError(f'alignment must be "top-left" or "bottom-right", got {alignment!r}')
     return alignment
-
-
-def diagonal_of(alignment: Alignment | None, query_length: int, key_length: int, name: str) -> int:
-    """Query i stands at key position i + diagonal."""
-    if alignment == "top-left":
-        return 0
-    if alignment == "bottom-right":
-        return key_length - query_length
-    if query_length != key_length:
-        raise ValueError(
-            f"{name} needs an alignment where lengths differ ({query_length} queries, {key_length} keys): "
-            'alignment="top-left" puts the first query at the first key, '
-            '"bottom-right" the last query at the last key'
-        )
-    return 0
-
-
-def positions_of(query_length: int, diagonal: int, device: torch.device) -> Tensor:
-    return (torch.arange(query_length, dtype=torch.int32, device=device) + diagonal)[None]
-
-
-def key_positions(values: Tensor, key_length: int, device: torch.device, name: str) -> Tensor:
-    """``values`` as int32 on ``device``, within 0..key_length."""
-    if values_known(values) and bool(((values < 0) | (values > key_length)).any()):
-        raise ValueError(
-            f"{name}: values must be in 0..{key_length}, the number of keys, got {shown_value(values)}"
-        )
-    return values.to(device).clamp(0, key_length).to(torch.int32)
 
 
 def values_known(values: Tensor) -> bool:

@@ -17,16 +17,14 @@ from flashtile.masks.arguments import (
     call,
     check_size,
     checked_alignment,
-    diagonal_of,
     integers,
     is_int,
-    key_positions,
     per_batch,
     per_position,
-    positions_of,
     values_known,
 )
 from flashtile.masks.intervals import Intervals
+from flashtile.masks.lengths import Lengths, Uniform
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -41,9 +39,13 @@ class Mask(ABC):
     follow the device of the call.
     """
 
-    @abstractmethod
     def resolve(self, batch: int, query_length: int, key_length: int, device: torch.device) -> Intervals:
-        """The intervals of this mask for these lengths, on ``device``.
+        """The intervals of this mask for these lengths, the same for every sequence, on ``device``."""
+        return self.intervals(Uniform(batch, query_length, key_length, device))
+
+    @abstractmethod
+    def intervals(self, lengths: Lengths) -> Intervals:
+        """The intervals of this mask for these lengths, on their device.
 
         Raises ValueError where the mask does not fit them: lengths that differ and no alignment, a batch or
         a length other than that of the mask's own tensors, a key index outside 0..key_length. Key indices are
@@ -124,9 +126,8 @@ class _Both(Mask):
     def batch(self) -> int:
         return max(self._left.batch, self._right.batch)
 
-    def resolve(self, batch: int, query_length: int, key_length: int, device: torch.device) -> Intervals:
-        left = self._left.resolve(batch, query_length, key_length, device)
-        return left.intersect(self._right.resolve(batch, query_length, key_length, device))
+    def intervals(self, lengths: Lengths) -> Intervals:
+        return self._left.intervals(lengths).intersect(self._right.intervals(lengths))
 
     def __repr__(self) -> str:
         return f"{self._left!r} & {self._right!r}"
@@ -143,12 +144,21 @@ class _Band(Mask):
         self._alignment = checked_alignment(alignment)
         self._name = name
 
-    def resolve(self, batch: int, query_length: int, key_length: int, device: torch.device) -> Intervals:
-        diagonal = diagonal_of(self._alignment, query_length, key_length, self._name)
-        return Intervals(
-            lower=None if self._left is None else diagonal - self._left,
-            upper=None if self._right is None else diagonal + self._right,
-        )
+    def intervals(self, lengths: Lengths) -> Intervals:
+        left, right = self._left, self._right
+        diagonal = lengths.diagonal(self._alignment, self._name)
+        if not isinstance(diagonal, Tensor):
+            return Intervals(
+                lower=None if left is None else diagonal - left,
+                upper=None if right is None else diagonal + right,
+            )
+        position = lengths.index() + diagonal
+        longest = lengths.query_length + lengths.key_length  # positions are int32
+        last = lengths.key_length if right is None else position + 1 + min(right, longest)
+        first = torch.zeros_like(position) if left is None else position - min(left, longest)
+        if not isinstance(last, Tensor):
+            last = torch.full_like(position, last)
+        return Intervals(first=lengths.clamp(first), last=lengths.clamp(last))
 
     def __repr__(self) -> str:
         if self._name == "causal":
@@ -168,16 +178,14 @@ class _KeyRange(Mask):
     def batch(self) -> int:
         return max(1 if bound is None else bound.shape[0] for bound in (self._starts, self._ends))
 
-    def resolve(self, batch: int, query_length: int, key_length: int, device: torch.device) -> Intervals:
-        bounds = []
-        for bound, default in ((self._starts, 0), (self._ends, key_length)):
-            if bound is None:
-                bounds.append(torch.full((1, 1), default, dtype=torch.int32, device=device))
-            else:
-                check_size(self._name, "batch", bound.shape[0], batch)
-                check_size(self._name, "query", bound.shape[1], query_length)
-                bounds.append(key_positions(bound, key_length, device, self._name))
-        return Intervals(first=bounds[0], last=bounds[1])
+    def intervals(self, lengths: Lengths) -> Intervals:
+        first, last = (
+            torch.full((1, 1), default, dtype=torch.int32, device=lengths.device)
+            if bound is None
+            else lengths.key_positions(bound, self._name)
+            for bound, default in ((self._starts, 0), (self._ends, lengths.key_length))
+        )
+        return Intervals(first=first, last=last)
 
     def __repr__(self) -> str:
         bounds = {"key_lengths": (self._ends,), "key_starts": (self._starts,)}
@@ -195,21 +203,29 @@ class _Documents(Mask):
     def batch(self) -> int:
         return max(self._ids.shape[0], 1 if self._query_ids is None else self._query_ids.shape[0])
 
-    def resolve(self, batch: int, query_length: int, key_length: int, device: torch.device) -> Intervals:
-        if self._query_ids is None and query_length != key_length:
+    def intervals(self, lengths: Lengths) -> Intervals:
+        if lengths.keys is None:
             raise ValueError(
-                f"documents needs query_ids where lengths differ ({query_length} queries, {key_length} keys)"
+                "documents cannot be told apart in a cache that packed queries read: use key_range"
             )
-        ids = self._ids.to(device, torch.int64)
-        query_ids = ids if self._query_ids is None else self._query_ids.to(device, torch.int64)
-        for name, tensor, length in (("ids", ids, key_length), ("query_ids", query_ids, query_length)):
-            check_size(f"documents: {name}", "batch", tensor.shape[0], batch)
+        if self._query_ids is None and lengths.query_length != lengths.keys:
+            raise ValueError(
+                f"documents needs query_ids where lengths differ ({lengths.query_length} queries, "
+                f"{lengths.keys} keys)"
+            )
+        ids = self._ids.to(lengths.device, torch.int64)
+        query_ids = ids if self._query_ids is None else self._query_ids.to(lengths.device, torch.int64)
+        for name, tensor, length in (
+            ("ids", ids, lengths.keys),
+            ("query_ids", query_ids, lengths.query_length),
+        ):
+            check_size(f"documents: {name}", "batch", tensor.shape[0], lengths.rows)
             if tensor.shape[1] != length:
                 raise ValueError(
                     f"documents: {name} must have length {length}, got shape {tuple(tensor.shape)}"
                 )
-        if key_length == 0:
-            nothing = torch.zeros(1, 1, dtype=torch.int32, device=device)
+        if lengths.keys == 0:
+            nothing = torch.zeros(1, 1, dtype=torch.int32, device=lengths.device)
             return Intervals(first=nothing, last=nothing)
         rows = max(ids.shape[0], query_ids.shape[0])
         # Ids are in runs, so sorting them moves whole runs: an id's place in the sorted order gives its run.
@@ -217,8 +233,9 @@ class _Documents(Mask):
         wanted = query_ids.expand(rows, -1).contiguous()
         start = torch.searchsorted(sorted_ids, wanted)
         count = torch.searchsorted(sorted_ids, wanted, right=True) - start
-        first = origin.gather(1, start.clamp(max=key_length - 1))
-        return Intervals(first=first.to(torch.int32), last=(first + count).to(torch.int32))
+        first = origin.gather(1, start.clamp(max=lengths.keys - 1))
+        first, last = lengths.own_keys(first), lengths.own_keys(first + count)
+        return Intervals(first=first.to(torch.int32), last=last.to(torch.int32))
 
     def __repr__(self) -> str:
         ids, query_ids = (
@@ -239,12 +256,10 @@ class _Prefix(Mask):
     def batch(self) -> int:
         return self._lengths.shape[0]
 
-    def resolve(self, batch: int, query_length: int, key_length: int, device: torch.device) -> Intervals:
-        check_size("prefix", "batch", self._lengths.shape[0], batch)
-        lengths = key_positions(self._lengths, key_length, device, "prefix")
-        diagonal = diagonal_of(self._alignment, query_length, key_length, "prefix")
-        after_diagonal = positions_of(query_length, diagonal, device) + 1
-        last = torch.maximum(after_diagonal.clamp(0, key_length), lengths)
+    def intervals(self, lengths: Lengths) -> Intervals:
+        prefixes = lengths.key_positions(self._lengths, "prefix")
+        after_diagonal = lengths.positions(self._alignment, "prefix") + 1
+        last = torch.maximum(lengths.clamp(after_diagonal), prefixes)
         return Intervals(first=torch.zeros_like(last), last=last)
 
     def __repr__(self) -> str:
@@ -260,13 +275,11 @@ class _Chunks(Mask):
         self._size = size
         self._alignment = checked_alignment(alignment)
 
-    def resolve(self, batch: int, query_length: int, key_length: int, device: torch.device) -> Intervals:
-        diagonal = diagonal_of(self._alignment, query_length, key_length, "chunks")
-        position = positions_of(query_length, diagonal, device)
+    def intervals(self, lengths: Lengths) -> Intervals:
+        position = lengths.positions(self._alignment, "chunks")
         first = position.div(self._size, rounding_mode="floor") * self._size
-        return Intervals(
-            first=first.clamp(0, key_length), last=(first + min(self._size, key_length)).clamp(0, key_length)
-        )
+        last = first + min(self._size, lengths.key_length)
+        return Intervals(first=lengths.clamp(first), last=lengths.clamp(last))
 
     def __repr__(self) -> str:
         return call("chunks", self._size, alignment=self._alignment)
@@ -282,10 +295,12 @@ class _Dense(Mask):
     def batch(self) -> int:
         return self._visible.shape[0]
 
-    def resolve(self, batch: int, query_length: int, key_length: int, device: torch.device) -> Intervals:
-        for name, dim, size in (("batch", 0, batch), ("query", 2, query_length), ("key", 3, key_length)):
-            check_size("from_dense", name, self._visible.shape[dim], size)
-        return Intervals(dense=self._visible.to(device))
+    def intervals(self, lengths: Lengths) -> Intervals:
+        for name, dim, size in zip(("query", "key"), (2, 3), lengths.longest, strict=True):
+            if size is not None:
+                check_size("from_dense", name, self._visible.shape[dim], size)
+        check_size("from_dense", "batch", self._visible.shape[0], lengths.batch)
+        return Intervals(dense=self._visible.to(lengths.device))
 
     def __repr__(self) -> str:
         return f"from_dense(<bool {tuple(self._visible.shape)}>)"

@@ -1,0 +1,388 @@
+"""``flashtile.attention_kvcache``: new queries against a cache of keys and values, contiguous or paged."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple, overload
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flashtile import dispatch, rotary, torch_ops
+from flashtile.arguments import (
+    Sizes,
+    check_alike,
+    check_shapes,
+    checked_intervals,
+    checked_options,
+    refuse_gradients,
+    shape_of,
+)
+from flashtile.masks import Intervals, Mask, key_starts
+from flashtile.masks.arguments import is_int, values_known
+from flashtile.masks.lengths import Cached
+from flashtile.problem import AttentionProblem, default_scale
+from flashtile.ragged import check_block_table, check_range, integer_tensor
+
+Integers = Tensor | Sequence[int] | int
+
+
+@overload
+def attention_kvcache(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    *,
+    key: Tensor | None = ...,
+    value: Tensor | None = ...,
+    cache_lengths: Integers | None = ...,
+    block_table: Tensor | None = ...,
+    batch_index: Tensor | Sequence[int] | None = ...,
+    left_padding: Integers | None = ...,
+    rotary_cos: Tensor | None = ...,
+    rotary_sin: Tensor | None = ...,
+    rotary_interleaved: bool = ...,
+    mask: Mask | Tensor | None = ...,
+    bias: Tensor | None = ...,
+    scale: float | None = ...,
+    softcap: float | None = ...,
+    alibi_slopes: Tensor | None = ...,
+    sinks: Tensor | None = ...,
+    return_lse: Literal[False] = ...,
+) -> Tensor: ...
+@overload
+def attention_kvcache(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    *,
+    key: Tensor | None = ...,
+    value: Tensor | None = ...,
+    cache_lengths: Integers | None = ...,
+    block_table: Tensor | None = ...,
+    batch_index: Tensor | Sequence[int] | None = ...,
+    left_padding: Integers | None = ...,
+    rotary_cos: Tensor | None = ...,
+    rotary_sin: Tensor | None = ...,
+    rotary_interleaved: bool = ...,
+    mask: Mask | Tensor | None = ...,
+    bias: Tensor | None = ...,
+    scale: float | None = ...,
+    softcap: float | None = ...,
+    alibi_slopes: Tensor | None = ...,
+    sinks: Tensor | None = ...,
+    return_lse: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
+def attention_kvcache(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    *,
+    key: Tensor | None = None,
+    value: Tensor | None = None,
+    cache_lengths: Integers | None = None,
+    block_table: Tensor | None = None,
+    batch_index: Tensor | Sequence[int] | None = None,
+    left_padding: Integers | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    rotary_interleaved: bool = True,
+    mask: Mask | Tensor | None = None,
+    bias: Tensor | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention of a few new queries over a preallocated cache: decoding, and prefill in chunks.
+
+    First rotates the query and the new keys (with ``rotary_cos``), then writes the new keys and values into
+    the cache in place (with ``key``), then attends over each sequence's part of the cache. Everything is
+    checked before anything is written, but for the values of lengths, entries and pages that are not in host
+    memory or that a compiled graph computes: there the write itself fails. Few queries are split over the
+    keys, so that one sequence uses every core; the split depends on the sequence alone, so its bits do not
+    depend on the rest of the batch.
+    For inference: it has no gradient. Autocast does not touch it, since the cache has the dtype it has.
+
+    Args:
+        query: (B, Hq, Sq, D), the cache's dtype. Query i stands at position ``length - Sq + i``, length being
+            that of the sequence after the append.
+        key_cache: (Bc, Hkv, Sc, D), any strides; or pages of it, (pages, Hkv, page_size, D).
+        value_cache: the same with head_dim Dv.
+        key, value: (B, Hkv, Snew, D) and (B, Hkv, Snew, Dv), appended at ``cache_lengths``.
+        cache_lengths: int or (B,): keys already in the cache. By default it is full.
+        block_table: (B, P) integers: the pages of each sequence in order, of any size >= 1. Entries beyond
+            its length are not looked at.
+        batch_index: (B,) integers: the entry of the cache that belongs to each sequence; its own by default.
+        left_padding: int or (B,): keys before this one are hidden.
+        rotary_cos, rotary_sin: (positions, R / 2), see ``flashtile.rotary.apply``.
+        rotary_interleaved: pairs are neighbours (GPT-J); False: halves (GPT-NeoX, Llama).
+        mask: a ``flashtile.Mask``, whose alignment here is "bottom-right" unless it says otherwise, or a bool
+            tensor that broadcasts to (B, Hq, Sq, Sc), Sc being all places of the cache.
+        bias: query's dtype, broadcasts as a bool mask does.
+        scale, softcap, alibi_slopes, sinks: as in ``flashtile.attention``.
+        return_lse: also return the LSE.
+
+    Returns:
+        The output (B, Hq, Sq, Dv) in query's dtype; with ``return_lse`` also the LSE (B, Hq, Sq) in float32
+        (float64 for float64).
+
+    Raises:
+        TypeError: an argument of a wrong type or dtype.
+        ValueError: a wrong shape, device or value; a cache too small for the append; pages, entries or
+            lengths out of range (as far as values are in host memory).
+        RuntimeError: a gradient would have to be recorded.
+        NotImplementedError: no backend serves the device.
+    """
+    _check_caches(query, key_cache, value_cache)
+    dispatch.check_device(query.device)
+    refuse_gradients(
+        "attention_kvcache", query, key_cache, value_cache, key, value, bias, alibi_slopes, sinks
+    )
+    place = _checked_place(query, key_cache, cache_lengths, block_table, batch_index)
+    _check_append(query, key_cache, value_cache, key, value, place, cache_lengths is None)
+    batch, heads, query_length, _ = query.shape
+    total = place.lengths if key is None else place.lengths + key.shape[2]
+    lengths = Cached(batch, query_length, place.capacity, total, query.device)
+    sizes, intervals = Sizes(batch, heads, query_length, place.capacity), Intervals()
+    if left_padding is not None:
+        padding = _per_sequence("left_padding", left_padding, batch, query.device)
+        if values_known(padding):
+            check_range("left_padding", padding, 0, place.capacity, "the places of the cache")
+        intervals = key_starts(padding).intervals(lengths)
+    if mask is not None:
+        intervals = intervals.intersect(checked_intervals(mask, query, sizes, lengths))
+    bias, alibi_slopes, sinks = checked_options(
+        query, sizes, scale=scale, softcap=softcap, bias=bias, alibi_slopes=alibi_slopes, sinks=sinks
+    )
+    if rotary_cos is not None or rotary_sin is not None:
+        cos, sin = _checked_rotary(query, rotary_cos, rotary_sin, total)
+        steps = torch.arange(query_length, device=query.device)
+        query = rotary.apply(query, cos, sin, (total - query_length)[:, None] + steps, rotary_interleaved)
+        if key is not None:
+            steps = torch.arange(key.shape[2], device=query.device)
+            key = rotary.apply(key, cos, sin, place.lengths[:, None] + steps, rotary_interleaved)
+    if key is not None and value is not None:
+        _append(key_cache, value_cache, key, value, place)
+    out, lse = _attend(
+        query, key_cache, value_cache, intervals, bias, alibi_slopes, sinks, total, place, scale, softcap
+    )
+    return (out, lse) if return_lse else out
+
+
+class _Place(NamedTuple):
+    """Where the sequences lie in the cache."""
+
+    lengths: Tensor  # int64 (B,), before the append
+    capacity: int  # places of a sequence
+    batch_index: Tensor | None  # int64 (B,)
+    block_table: Tensor | None  # int32 (B, P)
+
+
+def _attend(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    intervals: Intervals,
+    bias: Tensor | None,
+    alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
+    total: Tensor,
+    place: _Place,
+    scale: float | None,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor]:
+    inputs = [t for t in (bias, alibi_slopes, sinks, intervals.dense) if t is not None]
+    if values_known(total) and torch_ops.undisturbed(query, key_cache, value_cache, *inputs):
+        lower, upper, first, last, dense = intervals
+        factor = default_scale(query) if scale is None else scale
+        return torch_ops.forward(
+            AttentionProblem(
+                query, key_cache, value_cache, factor, softcap, lower, upper, first, last, dense, bias,
+                alibi_slopes, sinks, key_lengths=total, batch_index=place.batch_index,
+                block_table=place.block_table,
+            )
+        )  # fmt: skip
+    return torch_ops.attention(
+        query, key_cache, value_cache, intervals, scale=scale, softcap=softcap, bias=bias,
+        alibi_slopes=alibi_slopes, sinks=sinks, key_lengths=total, batch_index=place.batch_index,
+        block_table=place.block_table,
+    )  # fmt: skip
+
+
+def _check_caches(query: Tensor, key_cache: Tensor, value_cache: Tensor) -> None:
+    layouts = {"query": "(batch, heads, length, head_dim)"}
+    layouts |= dict.fromkeys(
+        ("key_cache", "value_cache"),
+        "(batch, heads, length, head_dim) or, with block_table, (pages, heads, page_size, head_dim)",
+    )
+    for (name, layout), tensor in zip(layouts.items(), (query, key_cache, value_cache), strict=True):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+        if tensor.dim() != 4:
+            raise ValueError(f"{name} must be {layout}, got {shape_of(tensor)}")
+        check_alike(name, tensor, query)
+    check_shapes(query, key_cache, value_cache, heads_at=(1, 1), names=("key_cache", "value_cache"))
+
+
+def _per_sequence(name: str, values: Integers, batch: int, device: torch.device) -> Tensor:
+    """int64 (B,)"""
+    if isinstance(values, Tensor) and values.dim() == 0:
+        return integer_tensor(name, values, 0, device).expand(batch)
+    number: Any = values.__index__() if isinstance(values, np.integer) else values
+    if is_int(number):
+        return torch.full((batch,), number, dtype=torch.int64, device=device)
+    tensor = integer_tensor(name, values, 1, device)
+    if tensor.shape[0] != batch:
+        raise ValueError(f"{name} must have one number per sequence, {batch}, got {shape_of(tensor)}")
+    return tensor
+
+
+def _checked_place(
+    query: Tensor,
+    key_cache: Tensor,
+    cache_lengths: Integers | None,
+    block_table: Tensor | None,
+    batch_index: Tensor | Sequence[int] | None,
+) -> _Place:
+    batch, device = query.shape[0], query.device
+    entries, _, rows, _ = key_cache.shape
+    table, index, capacity = None, None, rows
+    if block_table is not None:
+        if batch_index is not None:
+            raise ValueError("batch_index must be None with block_table, whose rows are the sequences' own")
+        if rows < 1:
+            raise ValueError(f"key_cache must have a page_size of at least 1, got {shape_of(key_cache)}")
+        table = integer_tensor("block_table", block_table, 2, device).to(torch.int32).contiguous()
+        if table.shape[0] != batch:
+            raise ValueError(f"block_table must have one row per sequence, {batch}, got {shape_of(table)}")
+        capacity = rows * table.shape[1]
+    elif batch_index is not None:
+        index = _per_sequence("batch_index", batch_index, batch, device)
+        if values_known(index):
+            check_range("batch_index", index, 0, entries - 1, "the entries of the cache")
+    elif entries != batch:
+        raise ValueError(
+            f"key_cache must have the batch size of query, {batch}, without batch_index or block_table, "
+            f"got {shape_of(key_cache)}"
+        )
+    full = capacity if cache_lengths is None else cache_lengths
+    lengths = _per_sequence("cache_lengths", full, batch, device)
+    return _Place(lengths, capacity, index, table)
+
+
+def _check_append(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    key: Tensor | None,
+    value: Tensor | None,
+    place: _Place,
+    full: bool,
+) -> None:
+    """The new rows, and that the cache has the places that are read and written."""
+    if (key is None) != (value is None):
+        missing = "key" if key is None else "value"
+        raise ValueError(f"{missing} must be given together with the other of key and value, got None")
+    new = 0
+    if key is not None and value is not None:
+        if full:
+            raise ValueError("cache_lengths must say where key and value are to be written, got None")
+        _check_new("key", key, query, key_cache)
+        new = key.shape[2]
+        _check_new("value", value, query, value_cache, new)
+    if not values_known(place.lengths):
+        return
+    what = f"the {place.capacity} places of the cache" + (f" less {new} new keys" if new else "")
+    check_range("cache_lengths", place.lengths, 0, place.capacity - new, what)
+    if place.block_table is not None and values_known(place.block_table):
+        check_block_table(place.block_table, place.lengths + new, key_cache.shape[2], key_cache.shape[0])
+    if new:
+        _check_distinct(place, new, key_cache.shape[2])
+
+
+def _check_new(name: str, tensor: Tensor, query: Tensor, cache: Tensor, length: int | None = None) -> None:
+    """New keys or values: (B, Hkv, length, head_dim of the cache)."""
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+    check_alike(name, tensor, query)
+    batch, heads, head_dim = query.shape[0], cache.shape[1], cache.shape[3]
+    if tensor.dim() == 4 and length is None:
+        length = tensor.shape[2]
+    if tensor.shape != (batch, heads, length, head_dim):
+        rows = "new length" if length is None else length
+        raise ValueError(
+            f"{name} must be (batch, heads, length, head_dim) = ({batch}, {heads}, {rows}, {head_dim}), "
+            f"got {shape_of(tensor)}"
+        )
+    if any(stride == 0 and size > 1 for size, stride in zip(cache.shape, cache.stride(), strict=True)):
+        raise ValueError(f"{name}_cache must not be expanded where {name} is appended, got stride 0")
+
+
+def _check_distinct(place: _Place, new: int, page_size: int) -> None:
+    """Two sequences must not write to the same place."""
+    if place.batch_index is not None:
+        name, places = "batch_index", place.batch_index
+    elif place.block_table is not None:
+        pages, offsets = _pages(place, new, page_size, 0)
+        name, places = "block_table", pages * page_size + offsets
+    else:
+        return
+    if values_known(places) and torch.unique(places).numel() != places.numel():
+        raise ValueError(f"{name} must give each sequence places of its own to append to, got shared ones")
+
+
+def _checked_rotary(
+    query: Tensor, cos: Tensor | None, sin: Tensor | None, total: Tensor
+) -> tuple[Tensor, Tensor]:
+    if cos is None or sin is None:
+        missing = "rotary_cos" if cos is None else "rotary_sin"
+        raise ValueError(f"{missing} must be given together with the other of the two, got None")
+    rotary.check_tables(query, cos, sin, ("rotary_cos", "rotary_sin"))
+    length = query.shape[2]
+    if values_known(total) and total.numel():
+        longest = int(total.max())
+        if longest > cos.shape[0]:
+            raise ValueError(
+                f"rotary_cos must have a row for each of {longest} positions, got {shape_of(cos)}"
+            )
+        if int(total.min()) < length:
+            raise ValueError(
+                f"query must have a position for each of its {length} rows where it is rotated, "
+                f"got a sequence of {int(total.min())} keys"
+            )
+    return cos, sin
+
+
+def _positions(place: _Place, new: int) -> Tensor:
+    """The place of every new key in its sequence, (B, Snew).
+
+    A negative one would count from the end; it becomes one that does not exist, which no write accepts. Only
+    a compiled graph, which could not look at the lengths, gets this far with it.
+    """
+    lengths = torch.where(place.lengths < 0, place.capacity, place.lengths)
+    return lengths[:, None] + torch.arange(new, device=lengths.device)
+
+
+def _pages(place: _Place, new: int, page_size: int, pages: int) -> tuple[Tensor, Tensor]:
+    """Page and offset of every new key, (B, Snew) each."""
+    assert place.block_table is not None
+    positions = _positions(place, new)
+    page = place.block_table.long().gather(1, positions // page_size)
+    return torch.where(page < 0, pages, page), positions % page_size
+
+
+@torch.no_grad()
+def _append(key_cache: Tensor, value_cache: Tensor, key: Tensor, value: Tensor, place: _Place) -> None:
+    new = key.shape[2]
+    if place.block_table is not None:
+        entries, positions = _pages(place, new, key_cache.shape[2], key_cache.shape[0])
+    else:
+        index = place.batch_index
+        entries = torch.arange(key.shape[0], device=key.device) if index is None else index
+        entries = entries[:, None]
+        positions = _positions(place, new)
+    key_cache[entries, :, positions] = key.transpose(1, 2)
+    value_cache[entries, :, positions] = value.transpose(1, 2)

@@ -1,0 +1,74 @@
+"""``flashtile.merge``: partial attention results over disjoint keys become the result over all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from flashtile.arguments import shape_of
+from flashtile.problem import SUPPORTED_DTYPES, compute_dtype
+
+
+def merge(outputs: Tensor | Sequence[Tensor], lses: Tensor | Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Attention over all keys from N results over disjoint parts of them: exact, and differentiable.
+
+    Each part is weighed by its share of the softmax's denominator, ``exp(lse - lse of all)``: what the online
+    softmax does between two tiles (FlashAttention, section 3.1). Averaging would be wrong.
+
+    Args:
+        outputs: N outputs of the same queries, (..., L, Dv) each, as a sequence or stacked in one tensor
+            (N, ..., L, Dv).
+        lses: their LSEs, (..., L) each, in the compute dtype (float32; float64 for float64 outputs) as
+            ``return_lse=True`` gives them; of ``attention_varlen``, turned: ``lse.mT``.
+
+    Returns:
+        ``(out, lse)`` over the union of the keys, (..., L, Dv) in the outputs' dtype and (..., L). A query
+        that saw no key in any part has output 0 and LSE -inf; a part in which it saw none does not count,
+        whatever its output holds. A sink belongs to one part only: in two it would count twice.
+
+    Raises:
+        TypeError: a wrong type or dtype.
+        ValueError: no parts, or shapes that do not fit together.
+    """
+    parts, rows = _tensors("outputs", outputs), _tensors("lses", lses)
+    if len(parts) != len(rows):
+        raise ValueError(f"lses must have one LSE per output, {len(parts)}, got {len(rows)}")
+    dtype = parts[0].dtype
+    if dtype not in SUPPORTED_DTYPES:
+        names = ", ".join(str(dtype) for dtype in SUPPORTED_DTYPES)
+        raise TypeError(f"outputs must have one of the dtypes {names}, got {dtype}")
+    for name, tensors, expected in (
+        ("outputs", parts, parts[0].shape),
+        ("lses", rows, parts[0].shape[:-1]),
+    ):
+        wanted = dtype if name == "outputs" else compute_dtype(dtype)
+        for tensor in tensors:
+            if tensor.dtype != wanted:
+                raise TypeError(f"{name} must have the dtype {wanted}, got {tensor.dtype}")
+            if tensor.device != parts[0].device:
+                raise ValueError(f"{name} must all be on {parts[0].device}, got {tensor.device}")
+            if tensor.shape != expected:
+                raise ValueError(f"{name} must have shape {tuple(expected)} each, got {shape_of(tensor)}")
+    lse = torch.stack(rows)
+    seen = lse != -torch.inf
+    # An LSE of -inf has an exponential of 0, but no gradient: inf - inf.
+    some = seen.any(dim=0)
+    total = torch.logsumexp(torch.where(seen | ~some, lse.masked_fill(~some, 0.0), -torch.inf), dim=0)
+    weight = torch.where(seen, torch.exp(lse.masked_fill(~seen, 0.0) - total), 0.0)
+    stacked = torch.where(seen[..., None], torch.stack(parts), 0.0)
+    out = (stacked * weight[..., None]).sum(dim=0)
+    return out.to(dtype), torch.where(some, total, -torch.inf)
+
+
+def _tensors(name: str, values: Tensor | Sequence[Tensor]) -> list[Tensor]:
+    if not isinstance(values, Tensor | Sequence):
+        raise TypeError(f"{name} must be a tensor or a sequence of tensors, got {type(values).__name__}")
+    tensors = list(values.unbind() if isinstance(values, Tensor) and values.dim() else values)
+    if not tensors:
+        raise ValueError(f"{name} must hold at least one tensor, got none")
+    for tensor in tensors:
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} must hold tensors, got {type(tensor).__name__}")
+    return tensors
