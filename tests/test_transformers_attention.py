@@ -219,7 +219,7 @@ def test_it_is_told_apart_from_flash_attn_everywhere():
 
 @pytest.mark.parametrize("version", ["4.57.6", "5.5.4"])
 def test_an_old_transformers_is_refused(version, monkeypatch):
-    monkeypatch.setattr(hf, "__version__", version)
+    monkeypatch.setattr("transformers.__version__", version)  # `hf` may be an older copy of the module
     with pytest.raises(ImportError, match=rf"needs Transformers 5.6 or newer, {version} is installed: pip"):
         transformers.register()
 

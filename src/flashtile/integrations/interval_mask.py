@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from flashtile.masks import Intervals, Mask
+from flashtile.masks.lengths import Lengths, Uniform
 
 _COPIES = (torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.aten.clone.default)
 
@@ -157,9 +158,11 @@ class _Resolved(Mask):
     def batch(self) -> int:
         return self._shape[0]
 
-    def resolve(self, batch: int, query_length: int, key_length: int, device: torch.device) -> Intervals:
+    def intervals(self, lengths: Lengths) -> Intervals:
         rows, _, queries, keys = self._shape
-        if queries != query_length or keys != key_length or (rows != batch and rows != 1):
+        batch, query_length, key_length = lengths.batch, lengths.query_length, lengths.key_length
+        fits = queries == query_length and keys == key_length and (rows == batch or rows == 1)
+        if not (isinstance(lengths, Uniform) and fits):
             raise ValueError(
                 f"the attention mask is for (batch, 1, query_length, key_length) = {self._shape}, got "
                 f"batch {batch}, {query_length} queries and {key_length} keys"
