@@ -1,0 +1,237 @@
+"""Flashtile as an attention implementation of Hugging Face Transformers.
+
+    from flashtile.integrations import transformers
+    transformers.register()
+    model = AutoModelForCausalLM.from_pretrained(..., attn_implementation="flashtile")
+
+or ``model.set_attn_implementation("flashtile")`` on a model that exists. Both the attention and its mask
+function are registered: the mask function hands over key intervals instead of a matrix (see
+``transformers_masks``).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flashtile import masks
+from flashtile.attention import attention
+from flashtile.integrations.interval_mask import IntervalMask, mask_and_bias
+from flashtile.masks import Mask
+from flashtile.masks.arguments import values_known
+
+NAME = "flashtile"
+OLDEST = (5, 6)  # the first versions hand their mask functions no q_length and no q_offset
+
+# What models pass on to every attention function and what changes nothing in it.
+_HARMLESS = frozenset(
+    [
+        *("cache", "past_key_values", "cache_position", "use_cache", "encoder_hidden_states", "return_dict"),
+        *("position_ids", "position_embeddings", "output_hidden_states", "output_router_logits"),
+        *("num_items_in_batch", "max_length_q", "max_length_k", "max_seqlen", "seq_idx", "deterministic"),
+    ]
+)
+
+
+def register() -> None:
+    """Make ``attn_implementation="flashtile"`` known to Transformers; calling it again does no harm.
+
+    Transformers takes every implementation with "flash" in its name for a flavour of the flash_attn package,
+    and would try to load that. This one is none, so the function that decides it
+    (``transformers.utils.generic.is_flash_attention_requested``) is replaced by one that says so.
+
+    Raises:
+        ImportError: Transformers is not installed, or older than 5.6.
+    """
+    wanted = "pip install 'flashtile[transformers]'"
+    try:
+        import transformers
+    except ImportError as error:
+        raise ImportError(f"flashtile.integrations.transformers needs Transformers: {wanted}") from error
+    version = transformers.__version__
+    if tuple(int(part) for part in version.split(".")[:2]) < OLDEST:
+        oldest = ".".join(map(str, OLDEST))
+        raise ImportError(
+            f"flashtile.integrations.transformers needs Transformers {oldest} or newer, {version} is "
+            f"installed: {wanted}"
+        )
+    from flashtile.integrations.transformers_masks import interval_mask
+
+    transformers.AttentionInterface.register(NAME, attention_forward)
+    transformers.AttentionMaskInterface.register(NAME, interval_mask)
+    _tell_apart_from_flash_attn()
+
+
+def _tell_apart_from_flash_attn() -> None:
+    from transformers.utils import generic
+
+    asked: Callable[..., bool] = generic.is_flash_attention_requested
+    if getattr(asked, "knows_flashtile", False):
+        return
+
+    def is_flash_attention_requested(
+        config: Any = None, requested_attention_implementation: str | None = None, **options: Any
+    ) -> bool:
+        names = (requested_attention_implementation, getattr(config, "_attn_implementation", None))
+        if names in ((NAME, None), (None, NAME)):
+            return False
+        return asked(config, requested_attention_implementation, **options)
+
+    is_flash_attention_requested.knows_flashtile = True  # type: ignore[attr-defined]
+    # Modules that are imported later take it from where it is defined; these have it already.
+    for module in list(sys.modules.values()):
+        if getattr(module, "__dict__", {}).get("is_flash_attention_requested") is asked:
+            module.is_flash_attention_requested = is_flash_attention_requested  # type: ignore[attr-defined]
+
+
+def attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    softcap: float | None = None,
+    sliding_window: int | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    output_attentions: bool | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention as Transformers' attention modules call it.
+
+    Args:
+        module: the calling module; its ``is_causal`` counts where neither a mask nor ``is_causal`` is given.
+        query: (B, Hq, Sq, D). Its batch may be 1 where the keys' is not.
+        key, value: (B, Hkv, Sk, D) and (B, Hkv, Sk, Dv), not repeated for the query heads.
+        attention_mask: an IntervalMask, a bool tensor (True = attend) or a floating one that is added to the
+            scores, both 4-D, or None. A mask says all: ``is_causal`` and ``sliding_window`` count where there
+            is none. Then query 0 stands at key 0, and a single query at the last key.
+        scaling, softcap, dropout: scale, softcap and dropout_p of :func:`flashtile.attention`.
+        sliding_window: how many keys a query sees at most, itself among them.
+        s_aux: sinks, one per query head.
+        position_bias: added to the scores, broadcasts to (B, Hq, Sq, Sk).
+        cu_seq_lens_q, cu_seq_lens_k: where the packed sequences of a batch of one row begin, and its length.
+
+    Returns:
+        The output, contiguous (B, Sq, Hq, Dv), and None in the place of the attention weights.
+
+    Raises:
+        ValueError, TypeError: an argument that does not fit, that asks for the attention weights, or that is
+            unknown and might change the result.
+    """
+    if output_attentions:
+        raise ValueError(
+            "output_attentions=True needs the matrix of attention weights, which flashtile never makes: use "
+            'attn_implementation="eager" (model.set_attn_implementation("eager"))'
+        )
+    unknown = [name for name, given in kwargs.items() if given is not None and name not in _HARMLESS]
+    if unknown:
+        raise TypeError(
+            f"{type(module).__name__} passes {', '.join(unknown)} to the attention, which flashtile does not "
+            'know and which may change the result: use attn_implementation="eager" or "sdpa"'
+        )
+    mask, bias = _mask_and_bias(module, query, key, attention_mask, is_causal, sliding_window)
+    if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
+        packed = _packed(query, key, cu_seq_lens_q, cu_seq_lens_k)
+        mask = packed if mask is None else packed & mask
+    if position_bias is not None:
+        bias = position_bias if bias is None else position_bias + bias
+    if query.shape[0] != key.shape[0]:
+        batch = max(query.shape[0], key.shape[0])
+        query, key, value = (tensor.expand(batch, -1, -1, -1) for tensor in (query, key, value))
+    dtype = query.dtype
+    if bias is not None and bias.dtype != dtype:
+        wide = torch.promote_types(dtype, bias.dtype)
+        query, key, value, bias = (tensor.to(wide) for tensor in (query, key, value, bias))
+    out = attention(
+        query,
+        key,
+        value,
+        mask=mask,
+        bias=bias,
+        scale=scaling,
+        softcap=softcap,
+        sinks=None if s_aux is None else s_aux.reshape(-1),
+        dropout_p=dropout,
+    )
+    if bias is not None:
+        out = out.to(dtype)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _mask_and_bias(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    attention_mask: object,
+    is_causal: bool | None,
+    sliding_window: int | None,
+) -> tuple[Mask | None, Tensor | None]:
+    if attention_mask is None:
+        return _mask_of_none(module, query.shape[2], key.shape[2], is_causal, sliding_window), None
+    if isinstance(attention_mask, IntervalMask):
+        return mask_and_bias(attention_mask)
+    if not isinstance(attention_mask, Tensor):
+        raise TypeError(f"attention_mask must be a tensor, got {type(attention_mask).__name__}")
+    if attention_mask.dim() != 4:
+        raise ValueError(
+            "attention_mask must have the dimensions (batch, 1 or heads, queries, keys), got shape "
+            f"{tuple(attention_mask.shape)}"
+        )
+    if attention_mask.dtype == torch.bool:
+        return masks.from_dense(attention_mask), None
+    if not attention_mask.is_floating_point():
+        raise TypeError(f"attention_mask must be bool or floating, got {attention_mask.dtype}")
+    return None, attention_mask
+
+
+def _mask_of_none(
+    module: nn.Module, queries: int, keys: int, is_causal: bool | None, sliding_window: int | None
+) -> Mask | None:
+    """What is visible where no mask says it."""
+    if is_causal is None:
+        is_causal = getattr(module, "is_causal", None)
+    if queries == 1:
+        is_causal = False  # a step of decoding: it sees all that came before
+    elif is_causal is None:
+        raise ValueError(
+            f"{type(module).__name__} gives neither an attention_mask nor is_causal, nor has it an attribute "
+            "is_causal: whether its attention is causal cannot be known"
+        )
+    left = right = None
+    if sliding_window is not None:
+        left = right = sliding_window - 1
+    if is_causal:
+        right = 0
+    if left is None and right is None:
+        return None
+    # A cache of fixed length is longer than the queries that begin to fill it.
+    return masks.window(left, right, alignment="bottom-right" if queries == 1 else "top-left")
+
+
+def _packed(query: Tensor, key: Tensor, starts: Tensor | None, key_starts: Tensor | None) -> Mask:
+    """Every query sees the keys of its own sequence: ``starts`` (sequences + 1,), the length at its end."""
+    batch, _, length, _ = query.shape
+    if starts is None or key_starts is None:
+        raise ValueError("cu_seq_lens_q and cu_seq_lens_k must be given together")
+    known = values_known(starts) and values_known(key_starts)
+    if known and not (torch.equal(starts, key_starts) and int(starts[-1]) == length == key.shape[2]):
+        raise ValueError(
+            "cu_seq_lens_q and cu_seq_lens_k must be equal and end with the number of queries and of keys, "
+            f"{length} and {key.shape[2]}, got {starts.tolist()} and {key_starts.tolist()}"
+        )
+    if batch != 1:
+        raise ValueError(f"cu_seq_lens_q is for a batch of 1, got a batch of {batch}")
+    sequence = torch.searchsorted(
+        starts[1:].contiguous(), torch.arange(length, device=starts.device), right=True
+    )
+    return masks.key_range(starts[sequence][None], starts[sequence + 1][None])
