@@ -25,14 +25,16 @@ from flashtile.masks import Mask
 from flashtile.masks.arguments import values_known
 
 NAME = "flashtile"
-OLDEST = (5, 6)  # the first versions hand their mask functions no q_length and no q_offset
+OLDEST = (5, 6)  # the oldest that is tested; the first of 5 gave their mask functions other arguments
 
-# What models pass on to every attention function and what changes nothing in it.
+# What models hand on to every attention function, and what changes nothing in it.
 _HARMLESS = frozenset(
     [
-        *("cache", "past_key_values", "cache_position", "use_cache", "encoder_hidden_states", "return_dict"),
-        *("position_ids", "position_embeddings", "output_hidden_states", "output_router_logits"),
-        *("num_items_in_batch", "max_length_q", "max_length_k", "max_seqlen", "seq_idx", "deterministic"),
+        *("cache", "past_key_values", "cache_position", "use_cache", "position_ids", "position_embeddings"),
+        *("input_ids", "inputs_embeds", "decoder_input_ids", "decoder_inputs_embeds", "decoder_position_ids"),
+        *("encoder_hidden_states", "encoder_outputs", "output_hidden_states", "output_router_logits"),
+        *("return_dict", "num_items_in_batch", "max_length_q", "max_length_k", "max_seqlen", "seq_idx"),
+        *("grid_thw", "deterministic"),
     ]
 )
 
@@ -93,7 +95,7 @@ def attention_forward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: Tensor | None = None,
     scaling: float | None = None,
     dropout: float = 0.0,
     is_causal: bool | None = None,
