@@ -41,7 +41,7 @@ def main() -> None:
     assert torch.equal(generated["flashtile"], generated["eager"])
     error = float((logits["flashtile"] - logits["eager"]).abs().max())
     print(
-        f"logits differ by {error:.1e} at most; the same tokens follow: {generated['eager'][1, -12:].tolist()}"
+        f"logits differ by {error:.1e} at most; same tokens: {generated['eager'][1, -12:].tolist()}"
     )
 
 
