@@ -284,9 +284,9 @@ def checked_seed(dropout_p: object, seed: object, device: torch.device) -> Tenso
     return torch.tensor([seed if seed < 2**63 else seed - 2**64], dtype=torch.int64, device=device)
 
 
-def refuse_gradients(what: str, *tensors: Tensor | None) -> None:
+def refuse_gradients(what: str, *tensors: object) -> None:
     """For what has no backward: an output that is cut off from its inputs would be silently wrong."""
-    if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors):
+    if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in tensors):
         raise RuntimeError(
             f"{what} has no gradient: call it under torch.no_grad(), or detach the inputs that require one"
         )

@@ -22,7 +22,7 @@ from flashtile.masks import Intervals, Mask, key_starts
 from flashtile.masks.arguments import is_int, values_known
 from flashtile.masks.lengths import Cached
 from flashtile.problem import AttentionProblem, default_scale
-from flashtile.ragged import check_block_table, check_range, integer_tensor
+from flashtile.ragged import check_block_table, check_range, integer_tensor, page_numbers
 
 Integers = Tensor | Sequence[int] | int
 
@@ -135,8 +135,9 @@ def attention_kvcache(
     """
     _check_caches(query, key_cache, value_cache)
     refuse_gradients(
-        "attention_kvcache", query, key_cache, value_cache, key, value, bias, alibi_slopes, sinks
-    )
+        "attention_kvcache", query, key_cache, value_cache, key, value, bias, alibi_slopes, sinks,
+        rotary_cos, rotary_sin,
+    )  # fmt: skip
     place = _checked_place(query, key_cache, cache_lengths, block_table, batch_index)
     _check_append(query, key_cache, value_cache, key, value, place, cache_lengths is None)
     batch, heads, query_length, _ = query.shape
@@ -190,7 +191,8 @@ def _attend(
     softcap: float | None,
 ) -> tuple[Tensor, Tensor]:
     lower, upper, first, last, dense = intervals
-    if values_known(total) and torch_ops.undisturbed(query, key_cache, value_cache):
+    lazy = any(t is not None and t.is_neg() for t in (bias, alibi_slopes, sinks))
+    if values_known(total) and not lazy and torch_ops.undisturbed(query, key_cache, value_cache):
         factor = default_scale(query) if scale is None else scale
         return torch_ops.forward(
             AttentionProblem(
@@ -246,7 +248,7 @@ def _checked_place(
             raise ValueError("batch_index must be None with block_table, whose rows are the sequences' own")
         if rows < 1:
             raise ValueError(f"key_cache must have a page_size of at least 1, got {shape_of(key_cache)}")
-        table = integer_tensor("block_table", block_table, 2, device).to(torch.int32).contiguous()
+        table = page_numbers(integer_tensor("block_table", block_table, 2, device))
         if table.shape[0] != batch:
             raise ValueError(f"block_table must have one row per sequence, {batch}, got {shape_of(table)}")
         capacity = rows * table.shape[1]
@@ -366,5 +368,6 @@ def _append(key_cache: Tensor, value_cache: Tensor, key: Tensor, value: Tensor, 
         entries = torch.arange(key.shape[0], device=key.device) if index is None else index
         entries = entries[:, None]
         positions = place.lengths[:, None] + torch.arange(new, device=key.device)
-    key_cache[entries, :, positions] = key.transpose(1, 2)
-    value_cache[entries, :, positions] = value.transpose(1, 2)
+    # Side by side, because vmap gets indices with a slice between them wrong.
+    key_cache.transpose(1, 2)[entries, positions] = key.transpose(1, 2)
+    value_cache.transpose(1, 2)[entries, positions] = value.transpose(1, 2)

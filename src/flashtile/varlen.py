@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, overload
 
-import torch
 from torch import Tensor
 
 from flashtile import dispatch, torch_ops
@@ -23,7 +22,13 @@ from flashtile.arguments import (
 from flashtile.masks import Intervals, Mask
 from flashtile.masks.arguments import is_int, values_known
 from flashtile.masks.lengths import Packed
-from flashtile.ragged import check_block_table, check_range, cumulative_lengths, integer_tensor
+from flashtile.ragged import (
+    check_block_table,
+    check_range,
+    cumulative_lengths,
+    integer_tensor,
+    page_numbers,
+)
 
 Starts = Tensor | Sequence[int]
 
@@ -140,7 +145,7 @@ def attention_varlen(
         )
     lengths_k = key_starts.diff()
     if block_table is not None:
-        refuse_gradients("attention_varlen with block_table", query, key, value)
+        refuse_gradients("attention_varlen with block_table", query, key, value, bias, alibi_slopes, sinks)
         block_table = _checked_table(block_table, lengths_k, key)
     longest = (
         _longest("max_seqlen_q", max_seqlen_q, query_starts.diff()),
@@ -207,15 +212,15 @@ def _checked_table(block_table: Tensor, lengths: Tensor, key: Tensor) -> Tensor:
         most = table.shape[1] * page_size
         check_range("cu_seqlens_k", lengths, 0, most, "the places that block_table has, per sequence")
         check_block_table(table, lengths, page_size, pages)
-    return table.to(torch.int32).contiguous()
+    return page_numbers(table)
 
 
 def _longest(name: str, bound: object, lengths: Tensor) -> int | None:
-    """The longest sequence, the bound where lengths are not known, None where neither is."""
+    """The longest sequence, None where lengths are not known: a bound does not say it."""
     if bound is not None and not is_int(bound):
         raise TypeError(f"{name} must be an int, got {type(bound).__name__}")
     if not values_known(lengths):
-        return bound  # type: ignore[return-value]
+        return None
     longest = int(lengths.max())
     if isinstance(bound, int) and bound < longest:
         raise ValueError(f"{name} must be at least the longest sequence, {longest}, got {bound}")

@@ -152,7 +152,7 @@ class Packed(Lengths):
         return values.to(torch.int32)[self._sequence][None]
 
     def diagonal(self, alignment: Alignment | None, name: str) -> Tensor | int:
-        if alignment == "top-left":
+        if alignment == "top-left" or self._key_starts is self._query_starts:
             return 0
         diagonals = self._key_lengths - self._query_starts.diff()
         if values_known(diagonals) and bool((diagonals == diagonals[0]).all()):
