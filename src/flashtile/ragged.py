@@ -31,9 +31,14 @@ def integer_tensor(name: str, values: object, dims: int, device: torch.device) -
     return values.to(device, torch.int64).contiguous()
 
 
+def page_numbers(block_table: Tensor) -> Tensor:
+    """int32 and contiguous, as kernels read it; what int32 cannot hold stays a page that does not exist."""
+    return block_table.clamp(-1, 2**31 - 1).to(torch.int32).contiguous()
+
+
 def cumulative_lengths(name: str, values: object, total: int, device: torch.device) -> Tensor:
     """int64 (B + 1,): 0, then the ends of the sequences among ``total`` packed rows. B is at least 1."""
-    starts = integer_tensor(name, values, 1, device)
+    starts = integer_tensor(name, values, 1, device).contiguous()
     if starts.shape[0] == 0:
         raise ValueError(f"{name} must hold 0 and the end of every sequence, got an empty tensor")
     if values_known(starts):
