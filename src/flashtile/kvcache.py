@@ -385,5 +385,6 @@ def _append(key_cache: Tensor, value_cache: Tensor, key: Tensor, value: Tensor, 
         entries = torch.arange(key.shape[0], device=key.device) if index is None else index
         entries = entries[:, None]
         positions = _positions(place, new)
-    key_cache[entries, :, positions] = key.transpose(1, 2)
-    value_cache[entries, :, positions] = value.transpose(1, 2)
+    # Indices side by side, because vmap gets those with a slice between them wrong.
+    key_cache.transpose(1, 2)[entries, positions] = key.transpose(1, 2)
+    value_cache.transpose(1, 2)[entries, positions] = value.transpose(1, 2)

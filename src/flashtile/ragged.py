@@ -38,7 +38,7 @@ def page_numbers(block_table: Tensor) -> Tensor:
 
 def cumulative_lengths(name: str, values: object, total: int, device: torch.device) -> Tensor:
     """int64 (B + 1,): 0, then the ends of the sequences among ``total`` packed rows. B is at least 1."""
-    starts = integer_tensor(name, values, 1, device).contiguous()
+    starts = integer_tensor(name, values, 1, device)
     if starts.shape[0] == 0:
         raise ValueError(f"{name} must hold 0 and the end of every sequence, got an empty tensor")
     if values_known(starts):

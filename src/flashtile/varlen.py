@@ -226,7 +226,7 @@ def _longest(name: str, bound: object, lengths: Tensor) -> int | None:
     if bound is not None and not is_int(bound):
         raise TypeError(f"{name} must be an int, got {type(bound).__name__}")
     if not values_known(lengths):
-        return None
+        return bound  # type: ignore[return-value]
     longest = int(lengths.max())
     if not isinstance(bound, int):
         return longest
