@@ -21,4 +21,4 @@ def test_example_runs_and_its_checks_hold(example):
 
 
 def test_there_are_examples():
-    assert len(EXAMPLES) >= 5
+    assert len(EXAMPLES) >= 11

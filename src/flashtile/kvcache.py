@@ -23,7 +23,7 @@ from flashtile.masks import Intervals, Mask, key_starts
 from flashtile.masks.arguments import is_int, values_known
 from flashtile.masks.lengths import Cached
 from flashtile.problem import AttentionProblem, default_scale
-from flashtile.ragged import check_block_table, check_range, integer_tensor
+from flashtile.ragged import check_block_table, check_range, integer_tensor, page_numbers
 
 Integers = Tensor | Sequence[int] | int
 
@@ -139,8 +139,9 @@ def attention_kvcache(
     _check_caches(query, key_cache, value_cache)
     dispatch.check_device(query.device)
     refuse_gradients(
-        "attention_kvcache", query, key_cache, value_cache, key, value, bias, alibi_slopes, sinks
-    )
+        "attention_kvcache", query, key_cache, value_cache, key, value, bias, alibi_slopes, sinks,
+        rotary_cos, rotary_sin,
+    )  # fmt: skip
     place = _checked_place(query, key_cache, cache_lengths, block_table, batch_index)
     _check_append(query, key_cache, value_cache, key, value, place, cache_lengths is None)
     batch, heads, query_length, _ = query.shape
@@ -255,7 +256,7 @@ def _checked_place(
             raise ValueError("batch_index must be None with block_table, whose rows are the sequences' own")
         if rows < 1:
             raise ValueError(f"key_cache must have a page_size of at least 1, got {shape_of(key_cache)}")
-        table = integer_tensor("block_table", block_table, 2, device).to(torch.int32).contiguous()
+        table = page_numbers(integer_tensor("block_table", block_table, 2, device))
         if table.shape[0] != batch:
             raise ValueError(f"block_table must have one row per sequence, {batch}, got {shape_of(table)}")
         capacity = rows * table.shape[1]
@@ -384,5 +385,6 @@ def _append(key_cache: Tensor, value_cache: Tensor, key: Tensor, value: Tensor, 
         entries = torch.arange(key.shape[0], device=key.device) if index is None else index
         entries = entries[:, None]
         positions = _positions(place, new)
-    key_cache[entries, :, positions] = key.transpose(1, 2)
-    value_cache[entries, :, positions] = value.transpose(1, 2)
+    # Indices side by side, because vmap gets those with a slice between them wrong.
+    key_cache.transpose(1, 2)[entries, positions] = key.transpose(1, 2)
+    value_cache.transpose(1, 2)[entries, positions] = value.transpose(1, 2)

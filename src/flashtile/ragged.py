@@ -31,6 +31,11 @@ def integer_tensor(name: str, values: object, dims: int, device: torch.device) -
     return values.to(device, torch.int64).contiguous()
 
 
+def page_numbers(block_table: Tensor) -> Tensor:
+    """int32 and contiguous, as kernels read it; what int32 cannot hold stays a page that does not exist."""
+    return block_table.clamp(-1, 2**31 - 1).to(torch.int32).contiguous()
+
+
 def cumulative_lengths(name: str, values: object, total: int, device: torch.device) -> Tensor:
     """int64 (B + 1,): 0, then the ends of the sequences among ``total`` packed rows. B is at least 1."""
     starts = integer_tensor(name, values, 1, device)

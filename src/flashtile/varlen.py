@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, overload
 
-import torch
 from torch import Tensor
 
 from flashtile import torch_ops
@@ -23,7 +22,13 @@ from flashtile.arguments import (
 from flashtile.masks import Intervals, Mask
 from flashtile.masks.arguments import is_int, values_known
 from flashtile.masks.lengths import Packed
-from flashtile.ragged import check_block_table, check_range, cumulative_lengths, integer_tensor
+from flashtile.ragged import (
+    check_block_table,
+    check_range,
+    cumulative_lengths,
+    integer_tensor,
+    page_numbers,
+)
 
 Starts = Tensor | Sequence[int]
 
@@ -213,7 +218,7 @@ def _checked_table(block_table: Tensor | Sequence[Sequence[int]], lengths: Tenso
         most = table.shape[1] * page_size
         check_range("cu_seqlens_k", lengths, 0, most, "the places that block_table has, per sequence")
         check_block_table(table, lengths, page_size, pages)
-    return table.to(torch.int32).contiguous()
+    return page_numbers(table)
 
 
 def _longest(name: str, bound: object, lengths: Tensor) -> int | None:

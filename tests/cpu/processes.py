@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def python(
-    code: str, *arguments: str, source: Path | None = None, timeout: float = 120, **environment: str
+    code: str, *arguments: str, source: Path | None = None, timeout: float = 300, **environment: str
 ) -> str:
     """What `code` prints; fails with what it wrote to stderr. `source` = folder to import flashtile from."""
     process = start(code, *arguments, source=source, **environment)
