@@ -18,8 +18,9 @@ def checked_inputs(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """The inputs of ``attention``, in the autocast dtype where that is on."""
-    if not (isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)):
-        refuse_types(query=query, key=key, value=value)
+    check_tensor("query", query)
+    check_tensor("key", key)
+    check_tensor("value", value)
     query, key, value, bias = autocast(query, key, value, bias)
     if not inputs_agree(query, key, value):
         _refuse_inputs(query, key, value)
@@ -55,9 +56,9 @@ def inputs_agree(query: Tensor, key: Tensor, value: Tensor) -> bool:
     )
 
 
-def refuse_types(**arguments: object) -> NoReturn:
-    name, argument = next((name, value) for name, value in arguments.items() if not isinstance(value, Tensor))
-    raise TypeError(f"{name} must be a torch.Tensor, got {type(argument).__name__}")
+def check_tensor(name: str, argument: object) -> None:
+    if not isinstance(argument, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(argument).__name__}")
 
 
 def _refuse_inputs(query: Tensor, key: Tensor, value: Tensor) -> NoReturn:
@@ -196,9 +197,8 @@ def _checked_mask(mask: object, query: Tensor, sizes: Sizes, three_dims: bool) -
     return _broadcastable("mask", mask, query, sizes, three_dims)
 
 
-def _checked_bias(bias: object, query: Tensor, sizes: Sizes, three_dims: bool) -> Tensor:
-    if not isinstance(bias, Tensor):
-        raise TypeError(f"bias must be a torch.Tensor, got {type(bias).__name__}")
+def _checked_bias(bias: Tensor, query: Tensor, sizes: Sizes, three_dims: bool) -> Tensor:
+    check_tensor("bias", bias)
     if bias.dtype != query.dtype:
         hint = "; pass a bool mask as mask" if bias.dtype == torch.bool else ""
         raise TypeError(f"bias must have the dtype of query, {query.dtype}, got {bias.dtype}{hint}")
@@ -223,7 +223,7 @@ def _broadcastable(name: str, tensor: Tensor, query: Tensor, sizes: Sizes, three
     return tensor[(None,) * (4 - len(shape))] if len(shape) < 4 else tensor
 
 
-def _checked_slopes(slopes: object, query: Tensor, sizes: Sizes) -> Tensor:
+def _checked_slopes(slopes: Tensor, query: Tensor, sizes: Sizes) -> Tensor:
     slopes = _checked_floats("alibi_slopes", slopes, query)
     batch, heads = sizes[:2]
     rows = slopes.shape[0] if slopes.dim() == 2 else 1
@@ -235,16 +235,15 @@ def _checked_slopes(slopes: object, query: Tensor, sizes: Sizes) -> Tensor:
     return slopes if slopes.dim() == 2 else slopes.unsqueeze(0)
 
 
-def _checked_sinks(sinks: object, query: Tensor, sizes: Sizes) -> Tensor:
+def _checked_sinks(sinks: Tensor, query: Tensor, sizes: Sizes) -> Tensor:
     sinks = _checked_floats("sinks", sinks, query)
     if sinks.dim() != 1 or sinks.shape[0] != sizes.heads:
         raise ValueError(f"sinks must have shape (heads,) = ({sizes.heads},), got {shape_of(sinks)}")
     return sinks
 
 
-def _checked_floats(name: str, tensor: object, query: Tensor) -> Tensor:
-    if not isinstance(tensor, Tensor):
-        raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+def _checked_floats(name: str, tensor: Tensor, query: Tensor) -> Tensor:
+    check_tensor(name, tensor)
     if not tensor.is_floating_point():
         raise TypeError(f"{name} must have a floating-point dtype, got {tensor.dtype}")
     check_device(name, tensor, query)

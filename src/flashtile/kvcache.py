@@ -14,6 +14,7 @@ from flashtile.arguments import (
     Sizes,
     check_alike,
     check_shapes,
+    check_tensor,
     checked_intervals,
     checked_options,
     refuse_gradients,
@@ -23,7 +24,13 @@ from flashtile.masks import Intervals, Mask, key_starts
 from flashtile.masks.arguments import is_int, values_known
 from flashtile.masks.lengths import Cached
 from flashtile.problem import AttentionProblem, default_scale
-from flashtile.ragged import check_block_table, check_range, integer_tensor, page_numbers
+from flashtile.ragged import (
+    block_table_rows,
+    check_block_table,
+    check_range,
+    integer_tensor,
+    page_numbers,
+)
 
 Integers = Tensor | Sequence[int] | int
 
@@ -143,7 +150,7 @@ def attention_kvcache(
         rotary_cos, rotary_sin,
     )  # fmt: skip
     place = _checked_place(query, key_cache, cache_lengths, block_table, batch_index)
-    _check_append(query, key_cache, value_cache, key, value, place, cache_lengths is None)
+    places = _checked_append(query, key_cache, value_cache, key, value, place, cache_lengths is None)
     batch, heads, query_length, _ = query.shape
     total = place.lengths if key is None else place.lengths + key.shape[2]
     lengths = Cached(batch, query_length, place.capacity, total, query.device)
@@ -161,12 +168,12 @@ def attention_kvcache(
     if rotary_cos is not None or rotary_sin is not None:
         cos, sin = _checked_rotary(query, rotary_cos, rotary_sin, total)
         steps = torch.arange(query_length, device=query.device)
-        query = rotary.apply(query, cos, sin, (total - query_length)[:, None] + steps, rotary_interleaved)
+        query = rotary.turn(query, cos, sin, (total - query_length)[:, None] + steps, rotary_interleaved)
         if key is not None:
             steps = torch.arange(key.shape[2], device=query.device)
-            key = rotary.apply(key, cos, sin, place.lengths[:, None] + steps, rotary_interleaved)
-    if key is not None and value is not None:
-        _append(key_cache, value_cache, key, value, place)
+            key = rotary.turn(key, cos, sin, place.lengths[:, None] + steps, rotary_interleaved)
+    if key is not None and value is not None and places is not None:
+        _append(key_cache, value_cache, key, value, places)
     out, lse = _attend(
         query, key_cache, value_cache, intervals, bias, alibi_slopes, sinks, total, place, scale, softcap
     )
@@ -220,8 +227,7 @@ def _check_caches(query: Tensor, key_cache: Tensor, value_cache: Tensor) -> None
         "(batch, heads, length, head_dim) or, with block_table, (pages, heads, page_size, head_dim)",
     )
     for (name, layout), tensor in zip(layouts.items(), (query, key_cache, value_cache), strict=True):
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+        check_tensor(name, tensor)
         if tensor.dim() != 4:
             raise ValueError(f"{name} must be {layout}, got {shape_of(tensor)}")
         check_alike(name, tensor, query)
@@ -256,9 +262,7 @@ def _checked_place(
             raise ValueError("batch_index must be None with block_table, whose rows are the sequences' own")
         if rows < 1:
             raise ValueError(f"key_cache must have a page_size of at least 1, got {shape_of(key_cache)}")
-        table = page_numbers(integer_tensor("block_table", block_table, 2, device))
-        if table.shape[0] != batch:
-            raise ValueError(f"block_table must have one row per sequence, {batch}, got {shape_of(table)}")
+        table = page_numbers(block_table_rows(block_table, batch, device))
         capacity = rows * table.shape[1]
     elif batch_index is not None:
         index = _per_sequence("batch_index", batch_index, batch, device)
@@ -274,7 +278,7 @@ def _checked_place(
     return _Place(lengths, capacity, index, table)
 
 
-def _check_append(
+def _checked_append(
     query: Tensor,
     key_cache: Tensor,
     value_cache: Tensor,
@@ -282,8 +286,11 @@ def _check_append(
     value: Tensor | None,
     place: _Place,
     full: bool,
-) -> None:
-    """The new rows, and that the cache has the places that are read and written."""
+) -> tuple[Tensor, Tensor] | None:
+    """Entry (or page) and row of every new key, (B, Snew or 1) each; None where nothing is appended.
+
+    Checks the new rows, and that the cache has the places that are read and written.
+    """
     if (key is None) != (value is None):
         missing = "key" if key is None else "value"
         raise ValueError(f"{missing} must be given together with the other of key and value, got None")
@@ -294,20 +301,21 @@ def _check_append(
         _check_new("key", key, query, key_cache)
         new = key.shape[2]
         _check_new("value", value, query, value_cache, new)
-    if not values_known(place.lengths):
-        return
-    what = f"the {place.capacity} places of the cache" + (f" less {new} new keys" if new else "")
-    check_range("cache_lengths", place.lengths, 0, place.capacity - new, what)
-    if place.block_table is not None and values_known(place.block_table):
-        check_block_table(place.block_table, place.lengths + new, key_cache.shape[2], key_cache.shape[0])
-    if new:
-        _check_distinct(place, new, key_cache.shape[2])
+    if values_known(place.lengths):
+        what = f"the {place.capacity} places of the cache" + (f" less {new} new keys" if new else "")
+        check_range("cache_lengths", place.lengths, 0, place.capacity - new, what)
+        if place.block_table is not None and values_known(place.block_table):
+            check_block_table(place.block_table, place.lengths + new, key_cache.shape[2], key_cache.shape[0])
+    if not new:
+        return None
+    entries, rows = _new_places(place, new, key_cache)
+    _check_distinct(place, entries, rows, key_cache.shape[2])
+    return entries, rows
 
 
 def _check_new(name: str, tensor: Tensor, query: Tensor, cache: Tensor, length: int | None = None) -> None:
     """New keys or values: (B, Hkv, length, head_dim of the cache)."""
-    if not isinstance(tensor, Tensor):
-        raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+    check_tensor(name, tensor)
     check_alike(name, tensor, query)
     batch, heads, head_dim = query.shape[0], cache.shape[1], cache.shape[3]
     if tensor.dim() == 4 and length is None:
@@ -322,13 +330,29 @@ def _check_new(name: str, tensor: Tensor, query: Tensor, cache: Tensor, length: 
         raise ValueError(f"{name}_cache must not be expanded where {name} is appended, got stride 0")
 
 
-def _check_distinct(place: _Place, new: int, page_size: int) -> None:
+def _new_places(place: _Place, new: int, cache: Tensor) -> tuple[Tensor, Tensor]:
+    """Entry (or page) and row of every new key, (B, Snew or 1) each.
+
+    A negative length or page would count from the end; it becomes one that does not exist, which no write
+    accepts. Only a compiled graph, which could not look at their values, gets this far with it.
+    """
+    device = place.lengths.device
+    lengths = torch.where(place.lengths < 0, place.capacity, place.lengths)
+    positions = lengths[:, None] + torch.arange(new, device=device)
+    if place.block_table is not None:
+        page = place.block_table.long().gather(1, positions // cache.shape[2])
+        return torch.where(page < 0, cache.shape[0], page), positions % cache.shape[2]
+    index = place.batch_index
+    entries = torch.arange(lengths.shape[0], device=device) if index is None else index
+    return entries[:, None], positions
+
+
+def _check_distinct(place: _Place, entries: Tensor, rows: Tensor, page_size: int) -> None:
     """Two sequences must not write to the same place."""
     if place.batch_index is not None:
         name, places = "batch_index", place.batch_index
     elif place.block_table is not None:
-        pages, offsets = _pages(place, new, page_size, 0)
-        name, places = "block_table", pages * page_size + offsets
+        name, places = "block_table", entries * page_size + rows
     else:
         return
     if values_known(places) and torch.unique(places).numel() != places.numel():
@@ -357,34 +381,10 @@ def _checked_rotary(
     return cos, sin
 
 
-def _positions(place: _Place, new: int) -> Tensor:
-    """The place of every new key in its sequence, (B, Snew).
-
-    A negative one would count from the end; it becomes one that does not exist, which no write accepts. Only
-    a compiled graph, which could not look at the lengths, gets this far with it.
-    """
-    lengths = torch.where(place.lengths < 0, place.capacity, place.lengths)
-    return lengths[:, None] + torch.arange(new, device=lengths.device)
-
-
-def _pages(place: _Place, new: int, page_size: int, pages: int) -> tuple[Tensor, Tensor]:
-    """Page and offset of every new key, (B, Snew) each."""
-    assert place.block_table is not None
-    positions = _positions(place, new)
-    page = place.block_table.long().gather(1, positions // page_size)
-    return torch.where(page < 0, pages, page), positions % page_size
-
-
 @torch.no_grad()
-def _append(key_cache: Tensor, value_cache: Tensor, key: Tensor, value: Tensor, place: _Place) -> None:
-    new = key.shape[2]
-    if place.block_table is not None:
-        entries, positions = _pages(place, new, key_cache.shape[2], key_cache.shape[0])
-    else:
-        index = place.batch_index
-        entries = torch.arange(key.shape[0], device=key.device) if index is None else index
-        entries = entries[:, None]
-        positions = _positions(place, new)
+def _append(
+    key_cache: Tensor, value_cache: Tensor, key: Tensor, value: Tensor, places: tuple[Tensor, Tensor]
+) -> None:
     # Indices side by side, because vmap gets those with a slice between them wrong.
-    key_cache.transpose(1, 2)[entries, positions] = key.transpose(1, 2)
-    value_cache.transpose(1, 2)[entries, positions] = value.transpose(1, 2)
+    key_cache.transpose(1, 2)[places] = key.transpose(1, 2)
+    value_cache.transpose(1, 2)[places] = value.transpose(1, 2)

@@ -31,6 +31,16 @@ def integer_tensor(name: str, values: object, dims: int, device: torch.device) -
     return values.to(device, torch.int64).contiguous()
 
 
+def block_table_rows(block_table: object, batch: int, device: torch.device) -> Tensor:
+    """int64 (batch, P), the pages of each sequence."""
+    table = integer_tensor("block_table", block_table, 2, device)
+    if table.shape[0] != batch:
+        raise ValueError(
+            f"block_table must have one row per sequence, {batch}, got shape {tuple(table.shape)}"
+        )
+    return table
+
+
 def page_numbers(block_table: Tensor) -> Tensor:
     """int32 and contiguous, as kernels read it; what int32 cannot hold stays a page that does not exist."""
     return block_table.clamp(-1, 2**31 - 1).to(torch.int32).contiguous()

@@ -33,9 +33,14 @@ def apply(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: b
             raise ValueError(
                 f"positions must be in 0..{cos.shape[0] - 1}, the rows of cos and sin, got {low}..{high}"
             )
+    return turn(x, cos, sin, positions, interleaved)
+
+
+def turn(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: bool) -> Tensor:
+    """:func:`apply` of what has been checked."""
     half = cos.shape[1]
     compute = torch.float64 if x.dtype == torch.float64 else torch.float32
-    c, s = (table.to(compute)[positions.long()].unsqueeze(1) for table in (cos, sin))  # (B, 1, L, R / 2)
+    c, s = (table[positions.long()].to(compute).unsqueeze(1) for table in (cos, sin))  # (B, 1, L, R / 2)
     rotated = x[..., : 2 * half].to(compute)
     pairs = rotated.reshape(*rotated.shape[:-1], *((half, 2) if interleaved else (2, half)))
     first, second = pairs.unbind(-1 if interleaved else -2)
@@ -43,16 +48,18 @@ def apply(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: b
     return torch.cat((turned.flatten(-2).to(x.dtype), x[..., 2 * half :]), dim=-1)
 
 
-def check_tables(x: Tensor, cos: Tensor, sin: Tensor, names: tuple[str, str] = ("cos", "sin")) -> None:
-    """Refuses tables of cosines and sines that do not fit x (B, H, L, D)."""
-    head_dim = x.shape[-1]
+def check_tables(
+    x: Tensor, cos: Tensor | None, sin: Tensor | None, names: tuple[str, str] = ("cos", "sin")
+) -> None:
+    """Refuses tables of cosines and sines that do not fit x (..., D)."""
+    head_dim, shape = x.shape[-1], cos.shape if isinstance(cos, Tensor) else None
     for name, table in zip(names, (cos, sin), strict=True):
         if not isinstance(table, Tensor) or not table.is_floating_point():
             kind = table.dtype if isinstance(table, Tensor) else type(table).__name__
             raise TypeError(f"{name} must be a floating-point tensor, got {kind}")
         if table.device != x.device:
             raise ValueError(f"{name} must be on the device of what it turns, {x.device}, got {table.device}")
-        if table.dim() != 2 or 2 * table.shape[1] > head_dim or table.shape != cos.shape:
+        if table.dim() != 2 or 2 * table.shape[1] > head_dim or table.shape != shape:
             raise ValueError(
                 f"{name} must be (positions, at most head_dim / 2 = {head_dim // 2}), the same for both, "
                 f"got {shape_of(table)}"

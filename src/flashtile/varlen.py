@@ -13,6 +13,7 @@ from flashtile.arguments import (
     autocast,
     check_alike,
     check_shapes,
+    check_tensor,
     checked_intervals,
     checked_options,
     checked_seed,
@@ -23,10 +24,10 @@ from flashtile.masks import Intervals, Mask
 from flashtile.masks.arguments import is_int, values_known
 from flashtile.masks.lengths import Packed
 from flashtile.ragged import (
+    block_table_rows,
     check_block_table,
     check_range,
     cumulative_lengths,
-    integer_tensor,
     page_numbers,
 )
 
@@ -190,8 +191,7 @@ def _checked_packed(
     packed = "(total, heads, head_dim)"
     pages = "(pages, page_size, heads, head_dim)" if paged else packed
     for name, tensor, layout in (("query", query, packed), ("key", key, pages), ("value", value, pages)):
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+        check_tensor(name, tensor)
         if tensor.dim() != layout.count(",") + 1:
             raise ValueError(f"{name} must be {layout}, got {shape_of(tensor)}")
     if not paged:
@@ -206,14 +206,10 @@ def _checked_packed(
 
 
 def _checked_table(block_table: Tensor | Sequence[Sequence[int]], lengths: Tensor, key: Tensor) -> Tensor:
-    table = integer_tensor("block_table", block_table, 2, lengths.device)
     pages, _, page_size, _ = key.shape
     if page_size < 1:
         raise ValueError(f"key must have a page_size of at least 1, got {shape_of(key.transpose(1, 2))}")
-    if table.shape[0] != lengths.shape[0]:
-        raise ValueError(
-            f"block_table must have one row per sequence, {lengths.shape[0]}, got {shape_of(table)}"
-        )
+    table = block_table_rows(block_table, lengths.shape[0], lengths.device)
     if values_known(table) and values_known(lengths):
         most = table.shape[1] * page_size
         check_range("cu_seqlens_k", lengths, 0, most, "the places that block_table has, per sequence")

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from flashtile import masks
-from flashtile.arguments import inputs_agree
-from flashtile.compat.errors import InputError, InputTypeError
+from flashtile.arguments import check_alike, inputs_agree
+from flashtile.compat.errors import InputError, InputTypeError, named
 from flashtile.masks import Mask
 from flashtile.masks.arguments import is_int
 from flashtile.problem import SUPPORTED_DTYPES
@@ -126,12 +126,7 @@ def _refuse_inputs(q: Tensor, k: Tensor, v: Tensor, names: Sequence[str]) -> NoR
     first = names[0]
     for name, tensor in zip(names, (q, k, v), strict=True):
         shape = f"got shape {tuple(tensor.shape)}"
-        if tensor.layout is not torch.strided:
-            raise InputTypeError(f"{name} must be a dense (strided) tensor, got layout {tensor.layout}")
-        if tensor.dtype != q.dtype:
-            raise InputTypeError(f"{name} must have the dtype of {first}, {q.dtype}, got {tensor.dtype}")
-        if tensor.device != q.device:
-            raise InputError(f"{name} must be on the device of {first}, {q.device}, got {tensor.device}")
+        named(check_alike, name, tensor, q, names={"query": first})
         if tensor.shape[0] != q.shape[0]:
             raise InputError(f"{name} must have the batch size of {first}, {q.shape[0]}, {shape}")
         if tensor.shape[3] < 1:

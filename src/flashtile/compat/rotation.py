@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from flashtile import rotary
-from flashtile.compat.errors import InputError, InputTypeError
+from flashtile.compat.errors import InputError, InputTypeError, named
 from flashtile.masks.arguments import is_int, values_known
 
 Rotary = tuple[Tensor | None, Tensor | None, bool]  # cos, sin, interleaved
@@ -26,35 +26,23 @@ def rotated(
         raise InputError("k must be given together with rotary_cos and rotary_sin, got None")
     if cache_seqlens is None:
         raise InputError("cache_seqlens must say at which positions k is rotated, got None")
-    cos, sin = checked_tables(cos, sin, query.shape[3], names=("rotary_cos", "rotary_sin"))
+    cos, sin = checked_tables(query, cos, sin, ("rotary_cos", "rotary_sin"))
     start = checked_starts("cache_seqlens", cache_seqlens, query.shape[0], query.device)
     steps = torch.arange(max(query.shape[2], key.shape[2]), device=query.device)
     query_steps = steps[: query.shape[2]] if local else steps.new_zeros(query.shape[2])
     turned = [
-        rotary.apply(tensor, cos, sin, checked_positions(start + offsets, cos, "rotary_cos"), interleaved)
+        rotary.turn(tensor, cos, sin, checked_positions(start + offsets, cos, "rotary_cos"), interleaved)
         for tensor, offsets in ((query, query_steps), (key, steps[: key.shape[2]]))
     ]
     return turned[0], turned[1]
 
 
 def checked_tables(
-    cos: Tensor | None, sin: Tensor | None, head_dim: int, names: tuple[str, str] = ("cos", "sin")
+    x: Tensor, cos: Tensor | None, sin: Tensor | None, names: tuple[str, str] = ("cos", "sin")
 ) -> tuple[Tensor, Tensor]:
-    for name, table in zip(names, (cos, sin), strict=True):
-        if not isinstance(table, Tensor) or not table.is_floating_point():
-            kind = table.dtype if isinstance(table, Tensor) else type(table).__name__
-            raise InputTypeError(f"{name} must be a floating-point tensor, got {kind}")
-        if table.dim() != 2 or 2 * table.shape[1] > head_dim:
-            raise InputError(
-                f"{name} must be (positions, rotary_dim / 2), rotary_dim at most head_dim = {head_dim}, "
-                f"got shape {tuple(table.shape)}"
-            )
+    named(rotary.check_tables, x, cos, sin, names)
     assert cos is not None
     assert sin is not None
-    if cos.shape != sin.shape:
-        raise InputError(
-            f"{names[1]} must have the shape of {names[0]}, {tuple(cos.shape)}, got {tuple(sin.shape)}"
-        )
     return cos, sin
 
 

@@ -14,7 +14,7 @@ from .backward import row_deltas
 from .entries import entry
 from .gemm import COLUMNS
 from .kinds import Kind
-from .plans import KINDS, Plan, lay_out, plan_forward, plan_of, row_room, tile_keys, tiles_of
+from .plans import KINDS, Plan, lay_out, plan_forward, plan_of, put_schedule, row_room, tile_keys, tiles_of
 from .ragged import Extent, schedule, sequences_of
 from .rows import TABLE_BYTES
 from .workers import run
@@ -200,8 +200,8 @@ def _ragged_extent(problem: AttentionProblem, kind: Kind, call: array[int], spli
     sequences, kv_heads = sequences_of(problem), call[c.KV_HEADS]
     tiles, splits = tiles_of(kind, call, sequences.queries), np.maximum(1, -(-sequences.keys // split))
     plan = schedule(sequences, kv_heads * splits, tiles, splits, kv_heads * tiles)
-    call[c.SEQUENCES], call[c.SCHEDULE] = sequences.table.ctypes.data, plan.table.ctypes.data
-    call[c.SCHEDULE_ROWS] = len(plan.table)
+    call[c.SEQUENCES] = sequences.table.ctypes.data
+    put_schedule(call, plan)
     return Extent(
         problem.sequences,
         int(sequences.queries.max()),

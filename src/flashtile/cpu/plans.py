@@ -219,5 +219,10 @@ def _plan_ragged(kind: Kind, call: array[int], sequences: Sequences, per_pair: f
 
 def _scheduled(call: array[int], plan: Schedule) -> array[int]:
     call = call[:]
-    call[c.SCHEDULE], call[c.SCHEDULE_ROWS] = plan.table.ctypes.data, len(plan.table)
+    put_schedule(call, plan)
     return call
+
+
+def put_schedule(call: array[int], plan: Schedule) -> None:
+    """The call points to the table of the schedule, which has to outlive it."""
+    call[c.SCHEDULE], call[c.SCHEDULE_ROWS] = plan.table.ctypes.data, len(plan.table)

@@ -113,7 +113,7 @@ class Place(NamedTuple):
     tiles: int  # tiles of rows of each key head
     splits: int  # splits of keys of each key head
     start: int  # what the sequences before it take of SPACE: its `places` in the schedule, or splits
-    before: int  # the same local task of the sequence before it in the schedule, -1 if there is none
+    before: int  # the same local task of the sequence before it in a schedule, -1 if there is none
 
 
 @native
@@ -122,8 +122,7 @@ def place_of(call: int, task: int, units: int) -> Place:
     table, tiles, splits = field(call, SCHEDULE), field(call, TILES), field(call, SPLITS)
     if table == 0:
         batch = task // units
-        before = -1 if batch == 0 else task - units
-        return Place(batch, task % units, tiles, splits, batch * units * splits, before)
+        return Place(batch, task % units, tiles, splits, batch * units * splits, -1)
     size = 8 * SCHEDULE_FIELDS
     low, high = 0, field(call, SCHEDULE_ROWS)
     while high - low > 1:

@@ -33,6 +33,11 @@ class Lengths(ABC):
     def limit(self) -> Tensor | int:
         """The number of keys, where it is the same for all, else per row."""
 
+    @property
+    def most(self) -> Tensor | int:
+        """The largest key position that a mask may give."""
+        return self.limit
+
     @abstractmethod
     def diagonal(self, alignment: Alignment | None, name: str) -> Tensor | int:
         """Query i of a sequence stands at key position i + diagonal; int where it is the same for all."""
@@ -61,12 +66,12 @@ class Lengths(ABC):
         return positions.clamp(0, limit)
 
     def key_positions(self, values: Tensor, name: str) -> Tensor:
-        """``values`` as int32 per row within 0..number of keys; ValueError where they are outside."""
-        rows, limit = self.per_row(values, name), self.limit
-        known = values_known(rows) and not (isinstance(limit, Tensor) and not values_known(limit))
-        if known and bool(((rows < 0) | (rows > limit)).any()):
-            most = "the number of keys" if isinstance(limit, Tensor) else f"{limit}, the number of keys"
-            raise ValueError(f"{name}: values must be in 0..{most}, got {shown_value(values)}")
+        """``values`` as int32 per row within 0..number of keys; ValueError where they are beyond ``most``."""
+        rows, most = self.per_row(values, name), self.most
+        known = values_known(rows) and not (isinstance(most, Tensor) and not values_known(most))
+        if known and bool(((rows < 0) | (rows > most)).any()):
+            bound = "the number of keys" if isinstance(most, Tensor) else f"{most}, the number of keys"
+            raise ValueError(f"{name}: values must be in 0..{bound}, got {shown_value(values)}")
         return self.clamp(rows.to(self.device)).to(torch.int32)
 
 
@@ -111,10 +116,10 @@ class Cached(Uniform):
     def limit(self) -> Tensor:  # type: ignore[override]
         return self._limit
 
-    def key_positions(self, values: Tensor, name: str) -> Tensor:
+    @property
+    def most(self) -> int:
         # A place may be given that the sequence has yet to fill: a prompt comes in chunks.
-        Uniform(self.batch, self.query_length, self.key_length, self.device).key_positions(values, name)
-        return self.clamp(self.per_row(values, name).to(self.device)).to(torch.int32)
+        return self.key_length
 
     def diagonal(self, alignment: Alignment | None, name: str) -> Tensor | int:  # type: ignore[override]
         # Where a query stands is known here, so that a mask need not say it.

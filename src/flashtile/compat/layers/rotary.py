@@ -54,7 +54,7 @@ def apply_rotary_emb(
         raise InputTypeError(f"x must be a torch.Tensor, got {type(x).__name__}")
     if x.dim() != (4 if cu_seqlens is None else 3):
         raise InputError(f"x must be {layout}, got shape {tuple(x.shape)}")
-    cos, sin = checked_tables(cos, sin, x.shape[-1])
+    cos, sin = checked_tables(x, cos, sin)
     if cu_seqlens is None:
         start = checked_starts("seqlen_offsets", seqlen_offsets, x.shape[0], x.device)
         positions = start + torch.arange(x.shape[1], device=x.device)
@@ -63,7 +63,7 @@ def apply_rotary_emb(
     positions = checked_positions(positions.reshape(-1, 1), cos, "cos")
     # One sequence of one row per token, so that the result lies in memory as x does.
     rows = x.reshape(-1, x.shape[-2], 1, x.shape[-1])
-    turned = rotary.apply(rows, cos, sin, positions, interleaved).reshape(x.shape)
+    turned = rotary.turn(rows, cos, sin, positions, interleaved).reshape(x.shape)
     return x.copy_(turned) if inplace else turned
 
 
