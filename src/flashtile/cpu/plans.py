@@ -179,7 +179,7 @@ def _plan_decode(
         c.AT_OUT: kind.lanes * value_row,
         c.AT_KEY: keys * key_row,
         c.AT_VALUE: keys * value_row,
-        c.AT_ADDRESSES: 2 * 8 * keys,
+        c.AT_ADDRESSES: 3 * 8 * keys,
         **dict.fromkeys((c.AT_SCORES, c.AT_BIAS), keys * kind.lanes * size),
     }
     for one in (call, merge_call):
