@@ -494,3 +494,17 @@ def test_refuses_to_lose_a_gradient():
         flashtile.attention_kvcache(query, HELD, HELD)
     with torch.no_grad():
         flashtile.attention_kvcache(query, HELD, HELD)
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_append_rows_of_the_caches_themselves(swapped):
+    key_cache, value_cache = torch.randn(2, 2, 2, 8, 16)
+    sources = (value_cache, key_cache) if swapped else (key_cache, value_cache)
+    key, value = (source[:, :, 2:5] for source in sources)
+    expected = [tensor.clone() for tensor in (key_cache, value_cache)]
+    expected[0][:, :, 3:6], expected[1][:, :, 3:6] = key.clone(), value.clone()
+    flashtile.attention_kvcache(
+        torch.randn(2, 2, 1, 16), key_cache, value_cache, key=key, value=value, cache_lengths=3
+    )
+    assert torch.equal(key_cache, expected[0])
+    assert torch.equal(value_cache, expected[1])

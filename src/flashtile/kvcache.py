@@ -385,6 +385,10 @@ def _checked_rotary(
 def _append(
     key_cache: Tensor, value_cache: Tensor, key: Tensor, value: Tensor, places: tuple[Tensor, Tensor]
 ) -> None:
+    if not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is None:
+        # Rows of the caches themselves must not change while they are copied.
+        stored = [cache.untyped_storage()._cdata for cache in (key_cache, value_cache)]
+        key, value = (t.clone() if t.untyped_storage()._cdata in stored else t for t in (key, value))
     # Indices side by side, because vmap gets those with a slice between them wrong.
     key_cache.transpose(1, 2)[places] = key.transpose(1, 2)
     value_cache.transpose(1, 2)[places] = value.transpose(1, 2)

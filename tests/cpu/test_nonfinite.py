@@ -246,3 +246,13 @@ def test_all_rows_hidden_from_nan_everywhere(dtype):
         assert (results.pop("lse") == -math.inf).all()
         for name, tensor in results.items():
             assert (tensor == 0).all(), name
+
+
+def test_sink_that_counts_for_nothing_beside_a_nan():
+    problem = random_problem(random_sinks=True)
+    assert problem.sinks is not None
+    problem.sinks[0] = -math.inf
+    problem.query[0, :, 3] = math.nan
+    results = results_of_backend(cpu, problem, *random_gradients(problem))
+    assert results["grad_sinks"][0] == 0
+    assert results["grad_sinks"][1:].isnan().all()

@@ -83,8 +83,10 @@ def backward(
         _clear_rest(problem, gradients)
     if gradients.sinks is not None and problem.sinks is not None:
         # The sink's probability is exp(sink - LSE), and its value is 0: dS = P (0 - delta).
-        share = torch.exp(problem.sinks.view(1, -1, 1) - lse)
-        _sum_into(gradients.sinks, (-share * delta).masked_fill(lse == -torch.inf, 0.0), (0, 2))
+        sinks = problem.sinks.view(1, -1, 1)
+        # A sink of -inf counts for nothing, even beside a NaN.
+        nothing = (lse == -torch.inf) | (sinks == -torch.inf)
+        _sum_into(gradients.sinks, (-torch.exp(sinks - lse) * delta).masked_fill(nothing, 0.0), (0, 2))
 
 
 def _split_lse(problem: AttentionProblem, lse: Tensor) -> tuple[Tensor, Tensor | None]:
