@@ -57,7 +57,7 @@ def draw_peaks(axes: Axes, measured: Mapping[str, float | None]) -> None:
         if peak:
             axes.axhline(peak, color="#57606a", linewidth=0.8, linestyle="--")
             place = ("axes fraction", "data")
-            axes.annotate(title, (1, peak), xycoords=place, fontsize=8, ha="right", va="bottom")
+            axes.annotate(title, (0.002, peak), xycoords=place, fontsize=8, ha="left", va="bottom")
 
 
 def draw_memory(axes: Axes, measured: Mapping[str, list[dict[str, Any]]], look: Look = LOOK) -> None:
