@@ -256,3 +256,25 @@ def test_sink_that_counts_for_nothing_beside_a_nan():
     results = results_of_backend(cpu, problem, *random_gradients(problem))
     assert results["grad_sinks"][0] == 0
     assert results["grad_sinks"][1:].isnan().all()
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_nan_slope_does_not_uncover_what_a_bias_hides(dtype, size):
+    """Minus infinity and NaN add up to NaN: the bias has to hide its keys by itself."""
+    queries, keys = SIZES[size]
+    bias = torch.zeros(1, 1, queries, keys)
+    bias[..., keys // 2 :] = -math.inf
+    bias[:, :, 0] = -math.inf  # a row that sees nothing
+    problem = random_problem(
+        batch=1, heads=2, kv_heads=2, query_length=queries, key_length=keys, head_dim=6, dtype=dtype,
+        random_alibi=True, bias=bias.to(dtype),
+    )  # fmt: skip
+    problem.alibi_slopes[0, 1] = math.nan
+    results = results_of_backend(cpu, problem, *random_gradients(problem))
+    assert torch.isnan(results["out"][0, 1, 1:]).all()
+    assert (results["out"][0, :, 0] == 0).all()
+    for name in ("grad_key", "grad_value"):
+        assert torch.isnan(results[name][0, 1, : keys // 2]).all()
+        assert (results[name][0, :, keys // 2 :] == 0).all()
+        assert torch.isfinite(results[name][0, 0]).all()
