@@ -157,3 +157,14 @@ def test_module_is_the_command():
     answer = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ.copy())
     assert answer.returncode == 0
     assert answer.stdout.startswith("usage: flashtile bench")
+
+
+def test_a_reader_that_has_seen_enough_is_no_error():
+    """`flashtile info | head -1`"""
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "flashtile", "info"]
+    answer = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(write)
+    assert answer.stderr == ""
+    assert answer.returncode == 141

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -29,7 +30,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         torch.set_num_threads(options.threads)
     try:
-        return int(options.run(options))
+        code = int(options.run(options))
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # the reader has seen enough: `flashtile info | head -3`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
         return 130
