@@ -109,9 +109,9 @@ def check(case: Case) -> None:
 
 
 def _cut(options: dict[str, Any], queries: int, keys: int) -> dict[str, Any]:
-    """Planes as large as one sequence."""
+    """Planes as large as one sequence; one column if it has no keys, lest the plane itself be empty."""
     return {
-        name: option[..., : queries if option.shape[-2] > 1 else 1, :keys]
+        name: option[..., : queries if option.shape[-2] > 1 else 1, : max(1, keys)]
         if isinstance(option, Tensor) and option.dim() == 4
         else option
         for name, option in options.items()
