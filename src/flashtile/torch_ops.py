@@ -171,7 +171,9 @@ def _problem(
 ) -> AttentionProblem:
     # The default is no number until here, where head_dim is one even if a compiled graph leaves it open.
     scale = default_scale(query) if scale is None else scale
-    number = 0 if seed is None else int(seed.item())
+    number: int | Tensor = 0
+    if seed is not None:
+        number = int(seed.item()) if seed.is_cpu else seed  # reading it elsewhere would wait for the device
     if block_table is not None:
         block_table = block_table.contiguous()  # a compiled graph may have laid it out anew
     problem = AttentionProblem(
