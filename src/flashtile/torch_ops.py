@@ -120,7 +120,7 @@ def backward(
         sinks=_allocate_small(problem.sinks, problem.query, wanted[5]),
     )
     if out.numel():
-        dispatch.backend(problem).backward(problem, out, lse, grad_out, grad_lse, gradients)
+        dispatch.backend(problem, backward=True).backward(problem, out, lse, grad_out, grad_lse, gradients)
     else:
         for gradient in vars(gradients).values():
             if gradient is not None:
