@@ -145,7 +145,7 @@ def test_explain_names_the_gpu_and_the_reason(options, parts, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU")
     monkeypatch.setattr(target, "target_of", lambda device: target.Target("sm90", 2**17, 32, 132))
-    monkeypatch.setattr(target, "_triton_reason", lambda: None)
+    monkeypatch.setattr(target, "triton_reason", lambda: None)
     text = dispatch.explain(device="cuda", **options)
     for part in parts:
         assert part in text

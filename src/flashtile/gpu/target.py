@@ -60,7 +60,7 @@ def unsupported_reason(
     device: torch.device, head_dim: int, value_dim: int, *, backward: bool = False
 ) -> str | None:
     """Why the kernels cannot serve these head dims on this device; None if they can."""
-    reason = _triton_reason() or (None if INTERPRETED else _architecture_reason(target_of(device).name))
+    reason = triton_reason() or (None if INTERPRETED else _architecture_reason(target_of(device).name))
     widest = WIDEST_BACKWARD if backward else WIDEST_FORWARD
     if reason is None and max(head_dim, value_dim) > widest:
         direction = "backward" if backward else "forward"
@@ -69,7 +69,8 @@ def unsupported_reason(
 
 
 @cache
-def _triton_reason() -> str | None:
+def triton_reason() -> str | None:
+    """Why Triton cannot compile the kernels; None if it can."""
     wanted = ".".join(map(str, OLDEST_TRITON))
     try:
         import triton
