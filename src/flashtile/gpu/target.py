@@ -28,7 +28,7 @@ class Target:
     multiprocessors: int
 
 
-INTERPRETER = Target("interpreter", 2**20, 32, 1)
+INTERPRETER = Target("interpreter", 2**20, 32, 16)
 
 
 def target_of(device: torch.device) -> Target:
