@@ -85,6 +85,8 @@ def check_device(device: torch.device) -> None:
 
 def unserved_reason(device_type: str) -> str | None:
     """Why no backend serves tensors on this kind of device, or None when one does."""
+    if device_type == "cuda" and not torch.cuda.is_available():
+        return f"torch {torch.__version__} sees no GPU here"
     if device_type in _MODULES:
         return None
     served = ", ".join(sorted(_MODULES))
@@ -166,8 +168,6 @@ def _refusals(
     reason = unserved_reason(device.type)
     if reason:
         problems.append(reason)
-    elif device.type == "cuda" and not torch.cuda.is_available():
-        problems.append(f"torch {torch.__version__} sees no GPU here")
     if dtype not in SUPPORTED_DTYPES:
         problems.append(f"{_name(dtype)} is not one of {', '.join(map(_name, SUPPORTED_DTYPES))}")
     if kv_heads < 1 or heads % kv_heads:

@@ -36,7 +36,10 @@ def forward(problem: AttentionProblem, out: Tensor, lse: Tensor) -> None:
             _decode(problem, sequences, group, out, lse)
         else:
             tile = forward_tile(
-                target_of(problem.query.device), problem.query.element_size(), problem.query.shape[3], problem.value.shape[3]
+                target_of(problem.query.device),
+                problem.query.element_size(),
+                problem.query.shape[3],
+                problem.value.shape[3],
             )
             _launch(problem, sequences, tile, out, lse, group=group, packed=False, splits=1, split_keys=0)
 
@@ -49,7 +52,11 @@ def _decode(problem: AttentionProblem, sequences: Sequences, group: int, out: Te
     heads, queries = problem.query.shape[1:3]
     value_dim = problem.value.shape[3]
     tile = decode_tile(
-        target_of(problem.query.device), problem.query.element_size(), problem.query.shape[3], value_dim, group * queries
+        target_of(problem.query.device),
+        problem.query.element_size(),
+        problem.query.shape[3],
+        value_dim,
+        group * queries,
     )
     tiles_of_keys = -(-sequences.keys // tile.keys)
     split_keys = tile.keys * max(1, -(-tiles_of_keys // _MOST_SPLITS))
