@@ -11,7 +11,7 @@ import triton.language as tl
 
 from .exact import exact_product, has_only_finite
 from .forward import locate
-from .gradients import load_keys, load_queries, place_of, row_addresses, score_gradients
+from .gradients import load_keys, load_queries, place_of, probabilities, row_addresses, score_gradients
 from .places import key_addresses, store_tile
 from .scores import alibi_distance, key_tiles, visible_spans
 
@@ -57,6 +57,7 @@ def key_gradients(
     )
     grad_k = tl.zeros((KEYS, HEAD_WIDTH), tl.float32)
     grad_v = tl.zeros((KEYS, VALUE_WIDTH), tl.float32)
+    apart = tl.load(numbers.apart) != 0
     spans: tl.constexpr = (visible.first is not None) | (visible.last is not None)
     dense: tl.constexpr = spans | (visible.mask is not None) | (terms.bias is not None)
     begin, full_begin, full_end, end = query_tiles(visible, place, start, QUERIES, KEYS, dense)
@@ -64,13 +65,13 @@ def key_gradients(
         here = place_of(sequences, sequence, kv_head * GROUP + member, kv_head, heads)
         for tile in tl.range(full_begin, full_end, num_stages=STAGES):
             grad_k, grad_v = _add_queries(
-                columns, grad_k, grad_v, inputs, numbers, visible, terms, here, tile * QUERIES, HEAD_DIM,
+                columns, grad_k, grad_v, inputs, numbers, apart, visible, terms, here, tile * QUERIES, HEAD_DIM,
                 VALUE_DIM, HEAD_WIDTH, VALUE_WIDTH, QUERIES, False, False, False, PRECISION,
             )  # fmt: skip
         for step in tl.range(0, full_begin - begin + end - full_end, num_stages=STAGES):
             tile = tl.where(step < full_begin - begin, begin + step, full_end + step - (full_begin - begin))
             grad_k, grad_v = _add_queries(
-                columns, grad_k, grad_v, inputs, numbers, visible, terms, here, tile * QUERIES, HEAD_DIM,
+                columns, grad_k, grad_v, inputs, numbers, apart, visible, terms, here, tile * QUERIES, HEAD_DIM,
                 VALUE_DIM, HEAD_WIDTH, VALUE_WIDTH, QUERIES, True, spans, False, PRECISION,
             )  # fmt: skip
     # Keys that do not exist have scores of 0, whose exponentials may be anything.
@@ -83,7 +84,7 @@ def key_gradients(
             here = place_of(sequences, sequence, kv_head * GROUP + member, kv_head, heads)
             for tile in tl.range(begin, end, num_stages=1):
                 grad_k, grad_v = _add_queries(
-                    columns, grad_k, grad_v, inputs, numbers, visible, terms, here, tile * QUERIES, HEAD_DIM,
+                    columns, grad_k, grad_v, inputs, numbers, apart, visible, terms, here, tile * QUERIES, HEAD_DIM,
                     VALUE_DIM, HEAD_WIDTH, VALUE_WIDTH, QUERIES, True, spans, True, PRECISION,
                 )  # fmt: skip
     at = key_addresses(
@@ -133,6 +134,7 @@ def _add_queries(
     grad_v: "tl.tensor",
     inputs: "Inputs",
     numbers: "RowNumbers",
+    apart: "tl.tensor",
     visible: "Visible",
     terms: "Terms",
     place: "Place",
@@ -168,16 +170,21 @@ def _add_queries(
             inputs, numbers, visible, place, start, HEAD_DIM, VALUE_DIM, HEAD_WIDTH, VALUE_WIDTH, QUERIES,
             MASKED,
         )  # fmt: skip
-        p, _, ds, seen = score_gradients(rows, columns, visible, terms, place, MASKED, True, PRECISION)
+        tile = probabilities(rows, columns, apart, visible, terms, place, MASKED, True, PRECISION)
         if EXACT:
             grad_v = exact_product(
-                p, seen, rows.at_grad_out, inputs.grad_out.column, rows.inside, grad_v, VALUE_DIM, VALUE_WIDTH
-            )
+                tile.dropped, tile.seen, rows.at_grad_out, inputs.grad_out.column, rows.inside, grad_v,
+                VALUE_DIM, VALUE_WIDTH,
+            )  # fmt: skip
+        else:
+            p = tile.dropped.to(rows.grad_out.dtype)
+            grad_v = tl.dot(p, rows.grad_out, grad_v, input_precision=PRECISION)
+        _, ds = score_gradients(tile, rows, columns, terms, MASKED, True, PRECISION)
+        if EXACT:
             grad_k = exact_product(
-                ds, seen, rows.at_query, inputs.query.column, rows.inside, grad_k, HEAD_DIM, HEAD_WIDTH
+                ds, tile.seen, rows.at_query, inputs.query.column, rows.inside, grad_k, HEAD_DIM, HEAD_WIDTH
             )
         else:
-            grad_v = tl.dot(p.to(rows.grad_out.dtype), rows.grad_out, grad_v, input_precision=PRECISION)
             grad_k = tl.dot(ds.to(rows.q.dtype), rows.q, grad_k, input_precision=PRECISION)
     return grad_k, grad_v
 
@@ -217,25 +224,26 @@ def query_gradients(
     )  # fmt: skip
     grad_q = tl.zeros((QUERIES, HEAD_WIDTH), tl.float32)
     slope_sums = tl.zeros((QUERIES,), tl.float32)
+    apart = tl.load(numbers.apart) != 0
     with_slopes: tl.constexpr = slope_terms is not None
     dense: tl.constexpr = (visible.mask is not None) | (terms.bias is not None)
     begin, full_begin, full_end, end = key_tiles(rows.first, rows.last, rows.inside, place.keys, KEYS, dense)
     for tile in tl.range(full_begin, full_end, num_stages=STAGES):
         grad_q, slope_sums = _add_keys(
-            rows, grad_q, slope_sums, inputs, sequences, visible, terms, place, tile * KEYS, HEAD_DIM,
+            rows, grad_q, slope_sums, inputs, sequences, apart, visible, terms, place, tile * KEYS, HEAD_DIM,
             VALUE_DIM, HEAD_WIDTH, VALUE_WIDTH, KEYS, False, with_slopes, False, PRECISION,
         )  # fmt: skip
     for step in tl.range(0, full_begin - begin + end - full_end, num_stages=STAGES):
         tile = tl.where(step < full_begin - begin, begin + step, full_end + step - (full_begin - begin))
         grad_q, slope_sums = _add_keys(
-            rows, grad_q, slope_sums, inputs, sequences, visible, terms, place, tile * KEYS, HEAD_DIM,
+            rows, grad_q, slope_sums, inputs, sequences, apart, visible, terms, place, tile * KEYS, HEAD_DIM,
             VALUE_DIM, HEAD_WIDTH, VALUE_WIDTH, KEYS, True, with_slopes, False, PRECISION,
         )  # fmt: skip
     if not has_only_finite(grad_q):
         grad_q = tl.zeros((QUERIES, HEAD_WIDTH), tl.float32)
         for tile in tl.range(begin, end, num_stages=1):
             grad_q, slope_sums = _add_keys(
-                rows, grad_q, slope_sums, inputs, sequences, visible, terms, place, tile * KEYS, HEAD_DIM,
+                rows, grad_q, slope_sums, inputs, sequences, apart, visible, terms, place, tile * KEYS, HEAD_DIM,
                 VALUE_DIM, HEAD_WIDTH, VALUE_WIDTH, KEYS, True, False, True, PRECISION,
             )  # fmt: skip
     row = place.query_first + rows.position
@@ -253,6 +261,7 @@ def _add_keys(
     slope_sums: "tl.tensor",
     inputs: "Inputs",
     sequences: "Sequences",
+    apart: "tl.tensor",
     visible: "Visible",
     terms: "Terms",
     place: "Place",
@@ -271,13 +280,14 @@ def _add_keys(
     columns = load_keys(
         inputs, sequences, place, start, HEAD_DIM, VALUE_DIM, HEAD_WIDTH, VALUE_WIDTH, KEYS, MASKED
     )
-    _, grad_scores, ds, seen = score_gradients(rows, columns, visible, terms, place, MASKED, False, PRECISION)
+    tile = probabilities(rows, columns, apart, visible, terms, place, MASKED, False, PRECISION)
+    grad_scores, ds = score_gradients(tile, rows, columns, terms, MASKED, False, PRECISION)
     if WITH_SLOPES:
         distance = alibi_distance(rows.position[:, None], columns.index[None, :], place.queries, place.keys)
         slope_sums -= tl.sum(grad_scores * distance, 1)
     if EXACT:
         grad_q = exact_product(
-            ds, seen, columns.at_key, inputs.key.column, columns.existing, grad_q, HEAD_DIM, HEAD_WIDTH
+            ds, tile.seen, columns.at_key, inputs.key.column, columns.existing, grad_q, HEAD_DIM, HEAD_WIDTH
         )
     else:
         grad_q = tl.dot(ds.to(columns.k.dtype), columns.k, grad_q, input_precision=PRECISION)

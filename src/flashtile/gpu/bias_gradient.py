@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import triton
 import triton.language as tl
 
-from .gradients import load_keys, load_queries, place_of, score_gradients
+from .gradients import load_keys, load_queries, place_of, probabilities, score_gradients
 from .scores import key_tiles
 
 if TYPE_CHECKING:
@@ -103,6 +103,7 @@ def _add_queries(
     begin, _, _, end = key_tiles(rows.first, rows.last, rows.inside, place.keys, KEYS, True)
     if not OVER_KEYS:
         begin, end = tl.maximum(begin, column_tile), tl.minimum(end, column_tile + 1)
+    apart = tl.load(numbers.apart) != 0
     for key_tile in range(begin, end):
         columns = load_keys(
             inputs,
@@ -116,6 +117,7 @@ def _add_queries(
             KEYS,
             True,
         )
-        _, grad_scores, _, _ = score_gradients(rows, columns, visible, terms, place, True, False, PRECISION)
+        tile = probabilities(rows, columns, apart, visible, terms, place, True, False, PRECISION)
+        grad_scores, _ = score_gradients(tile, rows, columns, terms, True, False, PRECISION)
         total += grad_scores
     return total

@@ -75,6 +75,7 @@ def row_numbers(
         )  # fmt: skip
         row_max = tl.where(large, exact_max, row_max)
         row_rest = tl.where(large, tl.log2(exact_sum), row_rest)
+        tl.store(numbers.apart, 1)
     at = place.query_entry * numbers.batch + head.to(tl.int64) * numbers.head + row
     tl.store(numbers.row_max + at, row_max, mask=inside)
     tl.store(numbers.row_rest + at, row_rest, mask=inside)

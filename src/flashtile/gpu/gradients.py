@@ -24,12 +24,14 @@ class Inputs(NamedTuple):
 class RowNumbers(NamedTuple):
     """One number per query, from which a tile of P and dS follows; (batch, heads, rows), rows side by side.
 
-    P = exp2((scores - row_max) - row_rest) and dS = P * (dP - delta).
+    P = exp2((scores - row_max) - row_rest) and dS = P * (dP - delta). The rest is 0 in most calls, and is read
+    only if the number in ``apart`` is 1: it would take registers that are needed.
     """
 
     row_max: "tl.tensor"
     row_rest: "tl.tensor"
     delta: "tl.tensor"
+    apart: "tl.tensor"
     batch: "tl.tensor"
     head: "tl.tensor"
 
@@ -61,7 +63,7 @@ class QueryTile(NamedTuple):
     first: "tl.tensor"
     last: "tl.tensor"
     row_max: "tl.tensor"
-    row_rest: "tl.tensor"
+    at_rest: "tl.tensor"
     delta: "tl.tensor"
 
 
@@ -74,6 +76,16 @@ class KeyTile(NamedTuple):
     index: "tl.tensor"
     existing: "tl.tensor"
     at_key: "tl.tensor"
+
+
+class Probabilities(NamedTuple):
+    """P of a tile before and after dropout, and what dS needs of the way there."""
+
+    p: "tl.tensor"
+    dropped: "tl.tensor"
+    kept: "tl.tensor"
+    capped: "tl.tensor"
+    seen: "tl.tensor"
 
 
 @triton.jit
@@ -119,19 +131,16 @@ def load_queries(
     at_grad_out = row_addresses(inputs.grad_out, place, row)
     first, last = visible_spans(visible, place.query_entry, row, position, inside, place.keys)
     at = place.query_entry * numbers.batch + place.head.to(tl.int64) * numbers.head + row
+    if CHECKED:
+        row_max = tl.load(numbers.row_max + at, mask=inside, other=float("inf"))
+        delta = tl.load(numbers.delta + at, mask=inside, other=0.0)
+    else:
+        row_max, delta = tl.load(numbers.row_max + at), tl.load(numbers.delta + at)
     return QueryTile(
         load_tile(at_query, inputs.query.column, inside, HEAD_DIM, HEAD_WIDTH, CHECKED),
         load_tile(at_grad_out, inputs.grad_out.column, inside, VALUE_DIM, VALUE_WIDTH, CHECKED),
-        position,
-        inside,
-        at_query,
-        at_grad_out,
-        first,
-        last,
-        tl.load(numbers.row_max + at, mask=inside, other=float("inf")),
-        tl.load(numbers.row_rest + at, mask=inside, other=0.0),
-        tl.load(numbers.delta + at, mask=inside, other=0.0),
-    )
+        position, inside, at_query, at_grad_out, first, last, row_max, numbers.row_rest + at, delta,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -159,17 +168,15 @@ def load_keys(
     return KeyTile(
         load_tile(at_key, inputs.key.column, existing, HEAD_DIM, HEAD_WIDTH, CHECKED),
         load_tile(at_value, inputs.value.column, existing, VALUE_DIM, VALUE_WIDTH, CHECKED),
-        start,
-        index,
-        existing,
-        at_key,
-    )
+        start, index, existing, at_key,
+    )  # fmt: skip
 
 
 @triton.jit
-def score_gradients(
+def probabilities(
     rows: "QueryTile",
     columns: "KeyTile",
+    apart: "tl.tensor",
     visible: "Visible",
     terms: "Terms",
     place: "Place",
@@ -177,19 +184,14 @@ def score_gradients(
     TRANSPOSED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """P after dropout, dS, dS by the scaled product of query and key, and the visible entries.
+    """P of a tile: (QUERIES, KEYS), or (KEYS, QUERIES) if TRANSPOSED. Without MASKED every entry is visible.
 
-    All are (QUERIES, KEYS), or (KEYS, QUERIES) if TRANSPOSED, so that they are the left side of the products
-    they go into (FlashAttention-2, Algorithm 2). Without MASKED every entry is visible.
+    It is the left side of the products it goes into, and so is dS (FlashAttention-2, Algorithm 2): neither
+    is ever transposed.
     """
     across: tl.constexpr = 0 if TRANSPOSED else 1
     position, index = tl.expand_dims(rows.position, across), tl.expand_dims(columns.index, 1 - across)
-    if TRANSPOSED:
-        products = tl.dot(columns.k, tl.trans(rows.q), input_precision=PRECISION)
-        grad_p = tl.dot(columns.v, tl.trans(rows.grad_out), input_precision=PRECISION)
-    else:
-        products = tl.dot(rows.q, tl.trans(columns.k), input_precision=PRECISION)
-        grad_p = tl.dot(rows.grad_out, tl.trans(columns.v), input_precision=PRECISION)
+    products = _product(rows.q, columns.k, TRANSPOSED, PRECISION)
     seen = tl.expand_dims(columns.existing, 1 - across)
     if MASKED:
         first, last = tl.expand_dims(rows.first, across), tl.expand_dims(rows.last, across)
@@ -197,7 +199,12 @@ def score_gradients(
     scores, capped = tile_scores(
         products, terms, place.sequence, place.head, position, index, seen, place.queries, place.keys
     )
-    p = tl.exp2((scores - tl.expand_dims(rows.row_max, across)) - tl.expand_dims(rows.row_rest, across))
+    scores -= tl.expand_dims(rows.row_max, across)
+    if apart:
+        scores -= tl.expand_dims(tl.load(rows.at_rest, mask=rows.inside, other=0.0), across)
+    p, kept = tl.exp2(scores), None
+    if MASKED:  # 0 even where a NaN went into it
+        p = tl.where(seen, p, 0.0)
     dropped = p
     if terms.seed is not None:
         head_number = tl.zeros_like(rows.position) + (place.sequence * place.heads + place.head)
@@ -205,13 +212,37 @@ def score_gradients(
         if TRANSPOSED:
             kept = tl.trans(kept)
         dropped = tl.where(kept, p * terms.keep_scale, 0.0)
-        grad_p = tl.where(kept, grad_p * terms.keep_scale, 0.0)
-    grad_scores = p * (grad_p - tl.expand_dims(rows.delta, across))
+    return Probabilities(p, dropped, kept, capped, seen)
+
+
+@triton.jit
+def score_gradients(
+    tile: "Probabilities",
+    rows: "QueryTile",
+    columns: "KeyTile",
+    terms: "Terms",
+    MASKED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """dS = P * (dP - delta), shaped like P: by the scores, and by the scaled products of query and key."""
+    grad_p = _product(rows.grad_out, columns.v, TRANSPOSED, PRECISION)
+    if terms.seed is not None:
+        grad_p = tl.where(tile.kept, grad_p * terms.keep_scale, 0.0)
+    grad_scores = tile.p * (grad_p - tl.expand_dims(rows.delta, 0 if TRANSPOSED else 1))
     grad_products = grad_scores
     if terms.softcap is not None:
-        grad_products = grad_scores * (1.0 - capped * capped)
-    if MASKED:  # hidden entries are 0 even where a NaN went into them
-        dropped = tl.where(seen, dropped, 0.0)
-        grad_scores = tl.where(seen, grad_scores, 0.0)
-        grad_products = tl.where(seen, grad_products, 0.0)
-    return dropped, grad_scores, grad_products, seen
+        grad_products = grad_scores * (1.0 - tile.capped * tile.capped)
+    if MASKED:
+        grad_scores = tl.where(tile.seen, grad_scores, 0.0)
+        grad_products = tl.where(tile.seen, grad_products, 0.0)
+    return grad_scores, grad_products
+
+
+@triton.jit
+def _product(rows: "tl.tensor", columns: "tl.tensor", TRANSPOSED: tl.constexpr, PRECISION: tl.constexpr):
+    if TRANSPOSED:
+        product = tl.dot(columns, tl.trans(rows), input_precision=PRECISION)
+    else:
+        product = tl.dot(rows, tl.trans(columns), input_precision=PRECISION)
+    return product
