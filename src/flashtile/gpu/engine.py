@@ -31,7 +31,7 @@ def forward(problem: AttentionProblem, out: Tensor, lse: Tensor) -> None:
     heads, queries = problem.query.shape[1:3]
     group = heads // problem.key.shape[1]
     sequences = sequences_of(problem)
-    with _on(problem.query):
+    with on_device_of(problem.query):
         if problem.query_starts is None and group * queries <= _PACKED_ROWS:
             _decode(problem, sequences, group, out, lse)
         else:
@@ -120,6 +120,6 @@ def tile_starts_of(starts: Tensor, rows: int) -> Tensor:
     return torch.nn.functional.pad(tiles.cumsum(0), (1, 0))
 
 
-def _on(tensor: Tensor) -> Any:
+def on_device_of(tensor: Tensor) -> Any:
     """Triton launches on torch's current device."""
     return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()

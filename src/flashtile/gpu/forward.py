@@ -212,11 +212,16 @@ def _forward_tile(
     products = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     seen = existing[None, :]
     if MASKED:
-        seen = visible_entries(visible, terms, sequence, head, position, first, last, index)
+        seen = visible_entries(
+            visible, terms, sequence, head[:, None], position[:, None], first[:, None], last[:, None],
+            index[None, :],
+        )  # fmt: skip
     if FOLDED:
         scores, factor = products, terms.scale * LOG2_E
     else:
-        scores, _ = tile_scores(products, terms, sequence, head, position, index, seen, queries, keys)
+        scores, _ = tile_scores(
+            products, terms, sequence, head[:, None], position[:, None], index[None, :], seen, queries, keys
+        )
         factor = 1.0
     if MASKED:
         scores = tl.where(seen, scores, float("-inf"))

@@ -72,11 +72,11 @@ def plane_tile(
     index: "tl.tensor",
     inside: "tl.tensor",
 ):
-    """A tile (QUERIES, KEYS) of a mask or a bias."""
+    """A tile of a mask or a bias. position: (QUERIES, 1), index: (1, KEYS); or the reverse."""
     at_query = (
         rows.start + entry * rows.batch + head.to(tl.int64) * rows.head + position.to(tl.int64) * rows.row
     )
-    return tl.load(at_query[:, None] + index.to(tl.int64)[None, :] * rows.column, mask=inside, other=0)
+    return tl.load(at_query + index.to(tl.int64) * rows.column, mask=inside, other=0)
 
 
 @triton.jit
@@ -104,8 +104,11 @@ def visible_entries(
     last: "tl.tensor",
     index: "tl.tensor",
 ):
-    """Which entries of a tile are visible: in the spans, allowed by the mask, and without a bias of -inf."""
-    seen = (index[None, :] >= first[:, None]) & (index[None, :] < last[:, None])
+    """Which entries of a tile are visible: in the spans, allowed by the mask, and without a bias of -inf.
+
+    head, position, first, last: (QUERIES, 1), index: (1, KEYS); or (1, QUERIES) and (KEYS, 1).
+    """
+    seen = (index >= first) & (index < last)
     if visible.mask is not None:
         seen = seen & (plane_tile(visible.mask, sequence, head, position, index, seen) != 0)
     if terms.bias is not None:
@@ -125,9 +128,10 @@ def tile_scores(
     queries: "tl.tensor",
     keys: "tl.tensor",
 ):
-    """Scores (QUERIES, KEYS) in units of log 2, and tanh(scale * product / softcap) if there is a softcap.
+    """Scores in units of log 2, and tanh(scale * product / softcap) if there is a softcap.
 
-    seen: the entries whose bias may be read.
+    products: (QUERIES, KEYS) or (KEYS, QUERIES), and the rest as for ``visible_entries``; seen: the entries
+    whose bias may be read.
     """
     capped = products
     if terms.softcap is None:
@@ -140,9 +144,14 @@ def tile_scores(
         scores += bias.to(tl.float32) * LOG2_E
     if terms.slopes is not None:
         slope = tl.load(terms.slopes.start + sequence * terms.slopes.batch + head * terms.slopes.head)
-        distance = tl.abs((position + (keys - queries))[:, None] - index[None, :]).to(tl.float32)
-        scores -= (slope * LOG2_E)[:, None] * distance
+        scores -= slope * LOG2_E * alibi_distance(position, index, queries, keys)
     return scores, capped
+
+
+@triton.jit
+def alibi_distance(position: "tl.tensor", index: "tl.tensor", queries: "tl.tensor", keys: "tl.tensor"):
+    """|i + Sk - Sq - j|: the last query stands at the last key."""
+    return tl.abs(position + (keys - queries) - index).to(tl.float32)
 
 
 @triton.jit
