@@ -42,7 +42,7 @@ def random_again(*tensors: Tensor) -> None:
 
 
 def captured(call: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
-    """A graph of ``call`` and what it writes to, after a warm-up on a stream of its own, as torch asks for."""
+    """A graph of ``call`` and what it writes to, after a warm-up on another stream, as torch asks."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
