@@ -17,7 +17,7 @@ import json
 import multiprocessing
 import os
 import sys
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -83,8 +83,11 @@ def check_all(device: torch.device, jobs: int) -> list[check.Verdict]:
         else:
             context = multiprocessing.get_context("spawn")
             with ProcessPoolExecutor(jobs, mp_context=context) as pool:
-                for verdict in pool.map(judge, *zip(*calls, strict=True)):
-                    note(verdict)
+                try:
+                    for verdict in pool.map(judge, *zip(*calls, strict=True)):
+                        note(verdict)
+                except BrokenExecutor as failure:
+                    note(check.Verdict("the rest", "", float("inf"), 0.0, "process", str(failure)))
     return verdicts
 
 

@@ -39,9 +39,11 @@ def _sdpa(backend: SDPBackend) -> Builder:
 
 def _flex(case: Case, device: torch.device) -> Attention:
     """FlexAttention, compiled for this case alone."""
+    import torch._functorch.config
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     torch._dynamo.reset()  # it gives up on a function after so many compilations
+    torch._functorch.config.donated_buffer = False  # the backward pass is timed again and again on one graph
     compiled = torch.compile(flex_attention, dynamic=False)
     blocks = None
     if case.causal:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -246,3 +247,25 @@ def test_check_runs_where_it_is_told(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(check, "compare", lambda *results: None)
     assert check.judge(trial, torch.float32, "meta").failure == "NotImplementedError: no values there"
     assert [device.type for device in devices] == ["meta"]
+
+
+@pytest.mark.slow
+def test_processes_share_the_check(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(check, "TRIALS", check.TRIALS[:1])
+    monkeypatch.setattr(check, "GPU_DTYPES", (torch.float32,))
+    verdicts = gpu.check_all(CPU, jobs=2)
+    assert [(verdict.trial, verdict.dtype, verdict.passed) for verdict in verdicts] == [
+        ("plain", "float32", True)
+    ]
+
+
+def ended(*call: Any) -> None:
+    os._exit(3)
+
+
+@pytest.mark.slow
+def test_a_check_that_ends_its_process_has_failed(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(check, "TRIALS", check.TRIALS[:1])
+    monkeypatch.setattr(gpu, "judge", ended)
+    verdicts = gpu.check_all(CPU, jobs=2)
+    assert [(verdict.trial, verdict.passed) for verdict in verdicts] == [("the rest", False)]
