@@ -10,6 +10,7 @@ import torch
 from .forward import attention_forward
 from .merge import merge_splits
 from .operands import Sequences, exact_rows_of, sequences_of, terms_of, visible_of
+from .target import product_precision, target_of
 from .tiles import Tile, decode_tile, forward_tile, width_of
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ def forward(problem: AttentionProblem, out: Tensor, lse: Tensor) -> None:
             _decode(problem, sequences, group, out, lse)
         else:
             tile = forward_tile(
-                "interpreter", problem.query.element_size(), problem.query.shape[3], problem.value.shape[3]
+                target_of(problem.query.device), problem.query.element_size(), problem.query.shape[3], problem.value.shape[3]
             )
             _launch(problem, sequences, tile, out, lse, group=group, packed=False, splits=1, split_keys=0)
 
@@ -48,7 +49,7 @@ def _decode(problem: AttentionProblem, sequences: Sequences, group: int, out: Te
     heads, queries = problem.query.shape[1:3]
     value_dim = problem.value.shape[3]
     tile = decode_tile(
-        "interpreter", problem.query.element_size(), problem.query.shape[3], value_dim, group * queries
+        target_of(problem.query.device), problem.query.element_size(), problem.query.shape[3], value_dim, group * queries
     )
     tiles_of_keys = -(-sequences.keys // tile.keys)
     split_keys = tile.keys * max(1, -(-tiles_of_keys // _MOST_SPLITS))
@@ -109,7 +110,7 @@ def _launch(
         HEAD_DIM=head_dim, VALUE_DIM=value_dim,
         HEAD_WIDTH=width_of(head_dim), VALUE_WIDTH=width_of(value_dim),
         QUERIES=tile.queries, KEYS=tile.keys, GROUP=group, PACKED=packed, FOLDED=folded, SPLIT=splits > 1,
-        PRECISION="ieee", STAGES=tile.stages, num_warps=tile.warps,
+        PRECISION=product_precision(target_of(problem.query.device), problem.query.dtype), STAGES=tile.stages, num_warps=tile.warps,
     )  # fmt: skip
 
 

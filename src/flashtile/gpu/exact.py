@@ -36,6 +36,6 @@ def exact_product(
         counts = tl.max((chosen[None, :] & seen).to(tl.int32), 1) > 0
         address = tl.sum(tl.where(chosen, addresses.to(tl.int64), 0), 0).to(addresses.dtype)
         read = tl.max((chosen & existing).to(tl.int32), 0) > 0
-        row = tl.load(address + column * step, mask=(column < COLUMNS) & read, other=0.0).to(tl.float32)
+        row = tl.load(address + column.to(tl.int64) * step, mask=(column < COLUMNS) & read, other=0.0).to(tl.float32)
         accumulated += tl.where(counts[:, None], weight[:, None] * row[None, :], 0.0)
     return accumulated

@@ -93,7 +93,7 @@ def load_tile(
 ):
     """A tile of rows (ROWS, WIDTH): zeros where a row is not ``inside``, and behind the last of COLUMNS."""
     column = tl.arange(0, WIDTH)
-    pointers = addresses[:, None] + column[None, :] * step
+    pointers = addresses[:, None] + column[None, :].to(tl.int64) * step
     exists = (column < COLUMNS)[None, :]
     if CHECKED:
         tile = tl.load(
@@ -117,6 +117,6 @@ def store_tile(
 ):
     """Writes the rows that are ``inside``, in the dtype of the memory."""
     column = tl.arange(0, WIDTH)
-    pointers = addresses[:, None] + column[None, :] * step
+    pointers = addresses[:, None] + column[None, :].to(tl.int64) * step
     mask = inside[:, None] & (column < COLUMNS)[None, :]
     tl.store(pointers, tile.to(addresses.dtype.element_ty), mask=mask)
