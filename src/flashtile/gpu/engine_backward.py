@@ -123,10 +123,14 @@ def _find_key_gradients(problem: AttentionProblem, launch: _Pass, gradients: Gra
     kv_heads, keys = problem.key.shape[1:3]
     tile = key_gradient_tile("interpreter", problem.query.element_size(), *_dims(problem))
     starts, tiles, programs = _tiles_of(problem.key_starts, problem.sequences, keys, tile.keys)
-    key_gradients[(tiles * kv_heads * programs,)](
-        launch.inputs, exact_rows_of(gradients.key), exact_rows_of(gradients.value), launch.numbers,
-        launch.sequences, launch.visible, launch.terms, starts, tiles, kv_heads, **_of(tile), **launch.sizes,
-    )  # fmt: skip
+    programs *= tiles * kv_heads
+    broken = torch.empty(programs, dtype=torch.int8, device=problem.query.device)
+    for repair in (False, True):
+        key_gradients[(programs,)](
+            launch.inputs, exact_rows_of(gradients.key), exact_rows_of(gradients.value), broken,
+            launch.numbers, launch.sequences, launch.visible, launch.terms, starts, tiles, kv_heads,
+            REPAIR=repair, **_of(tile), **launch.sizes,
+        )  # fmt: skip
 
 
 def _find_query_gradients(problem: AttentionProblem, launch: _Pass, gradients: Gradients) -> None:
