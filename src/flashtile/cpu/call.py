@@ -142,8 +142,9 @@ def _describe_options(call: array[int], problem: AttentionProblem) -> None:
         call[DROPOUT] = 1
         call[DROPOUT_THRESHOLD] = min(int(problem.dropout_p * 2**32), 2**32 - 1)
         call[KEEP_SCALE] = float_bits(1.0 / (1.0 - problem.dropout_p) if problem.dropout_p < 1.0 else 0.0)
-        call[SEED_LOW] = problem.seed & 0xFFFFFFFF
-        call[SEED_HIGH] = (problem.seed >> 32) & 0xFFFFFFFF
+        seed = int(problem.seed)
+        call[SEED_LOW] = seed & 0xFFFFFFFF
+        call[SEED_HIGH] = (seed >> 32) & 0xFFFFFFFF
 
 
 def put(call: array[int], index: int, values: list[int]) -> None:
