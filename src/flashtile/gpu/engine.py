@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
+from .engine_backward import backward
 from .forward import attention_forward
 from .merge import merge_splits
-from .operands import Sequences, exact_rows_of, sequences_of, terms_of, visible_of
+from .operands import (
+    Sequences,
+    exact_rows_of,
+    on_device_of,
+    sequences_of,
+    terms_of,
+    tile_starts_of,
+    visible_of,
+)
 from .target import product_precision, target_of
 from .tiles import Tile, decode_tile, forward_tile, width_of
 
@@ -17,6 +25,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from flashtile.problem import AttentionProblem
+
+__all__ = ["backward", "forward"]
 
 # Rows of a tile that decoding packs: the queries of all heads that share a key head.
 _PACKED_ROWS = 64
@@ -119,14 +129,3 @@ def _launch(
         QUERIES=tile.queries, KEYS=tile.keys, GROUP=group, PACKED=packed, FOLDED=folded, SPLIT=splits > 1,
         PRECISION=product_precision(target_of(problem.query.device), problem.query.dtype), STAGES=tile.stages, num_warps=tile.warps,
     )  # fmt: skip
-
-
-def tile_starts_of(starts: Tensor, rows: int) -> Tensor:
-    """The tiles before each packed sequence: int64 (B + 1,), on the device."""
-    tiles = (starts[1:] - starts[:-1] + (rows - 1)) // rows
-    return torch.nn.functional.pad(tiles.cumsum(0), (1, 0))
-
-
-def on_device_of(tensor: Tensor) -> Any:
-    """Triton launches on torch's current device."""
-    return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
