@@ -68,7 +68,7 @@ def test_explain_says_why_nothing_serves_a_call(call, reason):
 
 
 def test_importing_flashtile_loads_no_compiler():
-    compilers = {"numba", "triton", "flashtile.cpu", "flashtile.gpu.kernels"}
+    compilers = {"numba", "triton", "flashtile.cpu", "flashtile.gpu.engine"}
     code = f"import sys, torch; before = set(sys.modules); import flashtile; sys.exit(bool({compilers} & "
     code += "(set(sys.modules) - before)))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
@@ -126,7 +126,7 @@ def test_explain_says_that_there_is_no_gpu():
 @pytest.mark.parametrize(
     ("options", "parts"),
     [
-        ({"dtype": torch.bfloat16}, ["backend: flashtile.gpu.kernels\n", "Some GPU (sm90), "]),
+        ({"dtype": torch.bfloat16}, ["backend: flashtile.gpu.engine\n", "Some GPU (sm90), "]),
         (
             {"dtype": torch.float64, "kv_heads": 2},
             ["backend: flashtile.gpu.fallback\n", "too little for float64", "repeated for each"],
@@ -134,7 +134,7 @@ def test_explain_says_that_there_is_no_gpu():
         (
             {"dtype": torch.float16, "head_dim": 300},
             [
-                "backend: flashtile.gpu.kernels; backward: flashtile.gpu.fallback\n",
+                "backend: flashtile.gpu.engine; backward: flashtile.gpu.fallback\n",
                 "head_dim 300 is beyond 256",
             ],
         ),

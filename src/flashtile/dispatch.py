@@ -32,7 +32,7 @@ class Backend(Protocol):
 
 # Device type -> module; a backend is imported at its first use, because compiling machinery is slow to load.
 # ROCm's devices are "cuda" in torch, too.
-_MODULES = {"cpu": "flashtile.cpu", "cuda": "flashtile.gpu.kernels"}
+_MODULES = {"cpu": "flashtile.cpu", "cuda": "flashtile.gpu.engine"}
 _loaded: dict[str, Backend] = {}
 
 

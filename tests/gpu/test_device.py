@@ -170,7 +170,7 @@ def test_another_gpu_serves_its_tensors():
 
 def test_explain_names_the_gpu():
     text = dispatch.explain(device="cuda", dtype=torch.float16)
-    assert "backend: flashtile.gpu.kernels" in text
+    assert "backend: flashtile.gpu.engine" in text
     assert torch.cuda.get_device_name() in text
 
 

@@ -1,4 +1,4 @@
-"""The GPU engine: ``kernels``, Triton forward and backward; ``fallback``, what serves where they cannot.
+"""The GPU engine: ``engine``, Triton kernels in both passes; ``fallback``, what serves where they cannot.
 
 Importing this package loads no compiler.
 """

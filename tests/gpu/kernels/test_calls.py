@@ -18,7 +18,7 @@ from flashtile.problem import AttentionProblem
 from tests.gpu.running import DEVICE, INTERPRETED
 from tests.oracle import assert_close_to_oracle, random_gradients, random_problem
 
-from flashtile.gpu import kernels  # isort: skip (tests.gpu.running skips this file where there is no Triton)
+from flashtile.gpu import engine  # isort: skip (tests.gpu.running skips this file where there is no Triton)
 
 aten = torch.ops.aten
 # What reads a value back, and so waits for the device.
@@ -62,7 +62,7 @@ def nothing_waits() -> Iterator[None]:
 def kernels_serve(monkeypatch: pytest.MonkeyPatch) -> None:
     """CPU tensors go to the kernels, too, where Triton interprets them."""
     if INTERPRETED:
-        monkeypatch.setitem(dispatch._loaded, "cpu", kernels)
+        monkeypatch.setitem(dispatch._loaded, "cpu", engine)
 
 
 def normal(*shape: int) -> Tensor:
@@ -136,7 +136,7 @@ def test_reading_would_show(monkeypatch: pytest.MonkeyPatch):
     def reading(problem: AttentionProblem, *rest: Any) -> None:
         problem.query.sum().item()
 
-    monkeypatch.setattr(kernels, "forward", reading)
+    monkeypatch.setattr(engine, "forward", reading)
     with pytest.raises((ReadError, RuntimeError)), nothing_waits():
         flashtile.attention(*qkv())
 
