@@ -13,11 +13,13 @@ cases for which no time is left are named. Exit code 1 if flashtile was wrong an
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import multiprocessing
 import os
 import sys
-from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
+import time
+from concurrent.futures import BrokenExecutor, ProcessPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +29,10 @@ from benchmarks.gpu_measure import (
     Budget,
     Clock,
     GpuClock,
+    Inputs,
     decode_cases,
     long_cases,
+    make_run,
     measure_case,
     measure_ceilings,
 )
@@ -63,32 +67,48 @@ def judge(trial: int, dtype: str, device: str) -> check.Verdict:
     return check.judge(check.TRIALS[trial], DTYPES[dtype], device)
 
 
-def check_all(device: torch.device, jobs: int) -> list[check.Verdict]:
+def check_all(device: torch.device, pool: ProcessPoolExecutor | None) -> list[check.Verdict]:
     """Every option in every dtype of the kernels, against float64 on the device.
 
-    Most of the time goes into compiling, so processes share the work.
+    Most of the time goes into compiling, so the processes of a pool share the work.
     """
     names = [name for name, dtype in DTYPES.items() if dtype in check.GPU_DTYPES]
     calls = [(trial, name, str(device)) for trial in range(len(check.TRIALS)) for name in names]
     verdicts = []
     with Progress("checking", len(calls)) as progress:
-
-        def note(verdict: check.Verdict) -> None:
-            progress.step(f"{verdict.trial}, {verdict.dtype}")
-            verdicts.append(verdict)
-
-        if jobs == 1:
-            for call in calls:
-                note(judge(*call))
-        else:
-            context = multiprocessing.get_context("spawn")
-            with ProcessPoolExecutor(jobs, mp_context=context) as pool:
-                try:
-                    for verdict in pool.map(judge, *zip(*calls, strict=True)):
-                        note(verdict)
-                except BrokenExecutor as failure:
-                    note(check.Verdict("the rest", "", float("inf"), 0.0, "process", str(failure)))
+        try:
+            for verdict in (pool.map if pool else map)(judge, *zip(*calls, strict=True)):
+                progress.step(f"{verdict.trial}, {verdict.dtype}")
+                verdicts.append(verdict)
+        except BrokenExecutor as failure:
+            verdicts.append(check.Verdict("the rest", "", float("inf"), 0.0, "process", str(failure)))
     return verdicts
+
+
+def compile_kernels(
+    cases: list[Case], device: torch.device, pool: ProcessPoolExecutor, seconds: float
+) -> None:
+    """Fill Triton's cache on disk with what flashtile needs for the cases, in several processes.
+
+    What is not done after ``seconds``, or fails, is left to the process that measures.
+    """
+    calls = [
+        pool.submit(call_once, name, case, str(device))
+        for case in cases
+        for name in (DECODERS if case.group == "decode" else PEERS)
+        if name.startswith(("flashtile", "flash1"))
+    ]
+    deadline = time.monotonic() + seconds
+    with Progress("compiling", len(calls)) as progress:
+        for call in calls:
+            progress.step("kernels for the measured cases")
+            wait([call], timeout=max(0.0, deadline - time.monotonic()))
+
+
+def call_once(name: str, case: Case, device: str) -> None:
+    """One call of a peer, for the sake of what it compiles."""
+    builder = (DECODERS if case.group == "decode" else PEERS)[name]
+    make_run(builder(case, torch.device(device)), Inputs.of(case, torch.device(device)), case.direction)()
 
 
 def measure(
@@ -219,7 +239,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         type=int,
         default=max(1, min(8, (os.cpu_count() or 2) // 2)),
         metavar="N",
-        help="processes that check (default: %(default)s)",
+        help="processes that check and compile (default: %(default)s)",
     )
     parser.add_argument("--device", default="cuda:0", help="default: cuda:0")
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results"))
@@ -242,10 +262,20 @@ def run(
 ) -> dict[str, Any]:
     """Check, then measure: everything that ends up in gpu.json."""
     budget = Budget(options.minutes)
-    verdicts = [] if options.no_check else check_all(device, options.jobs)
-    if verdicts:
-        heading("correctness")
-        print(check.report(verdicts), flush=True)
+    pool = None
+    if options.jobs > 1:
+        pool = ProcessPoolExecutor(options.jobs, mp_context=multiprocessing.get_context("spawn"))
+    try:
+        verdicts = [] if options.no_check else check_all(device, pool)
+        if verdicts:
+            heading("correctness")
+            print(check.report(verdicts), flush=True)
+        if pool is not None and not options.check_only:
+            with contextlib.suppress(BrokenExecutor):
+                compile_kernels(options.cases, device, pool, seconds=budget.left / 4)
+    finally:
+        if pool is not None:
+            pool.shutdown(cancel_futures=True)  # nothing else runs while something is measured
     found: dict[str, Any] = {
         "machine": facts,
         "check": [check.as_dict(verdict) for verdict in verdicts],

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import itertools
 import json
+import multiprocessing
 import os
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +55,8 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "DECODERS", {**decoders, "flash": gpu_peers._standard})
     measured = gpu_measure.measure_ceilings
     monkeypatch.setattr(gpu, "measure_ceilings", lambda clock, device: measured(clock, device, 64, 1000))
-    monkeypatch.setattr(gpu, "check_all", lambda device, jobs: [gpu.judge(0, "fp32", "cpu")])
+    monkeypatch.setattr(check, "TRIALS", check.TRIALS[:1])
+    monkeypatch.setattr(check, "GPU_DTYPES", (torch.float32,))
 
 
 def cases() -> list[Case]:
@@ -63,7 +68,7 @@ def cases() -> list[Case]:
 
 
 def found_on_cpu(minutes: float = 60.0) -> dict[str, Any]:
-    options = gpu.parse(["--rounds", "3", "--minutes", str(minutes)])
+    options = gpu.parse(["--rounds", "3", "--minutes", str(minutes), "--jobs", "1"])
     options.cases = cases()
     return gpu.run(options, CPU, MadeUpClock(1e-3, 2e-3, 4e-3), FACTS)
 
@@ -249,14 +254,21 @@ def test_check_runs_where_it_is_told(monkeypatch: pytest.MonkeyPatch):
     assert [device.type for device in devices] == ["meta"]
 
 
+@pytest.fixture
+def pool() -> Iterator[ProcessPoolExecutor]:
+    with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as processes:
+        yield processes
+
+
 @pytest.mark.slow
-def test_processes_share_the_check(monkeypatch: pytest.MonkeyPatch):
+def test_processes_share_the_work(pool: ProcessPoolExecutor, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(check, "TRIALS", check.TRIALS[:1])
     monkeypatch.setattr(check, "GPU_DTYPES", (torch.float32,))
-    verdicts = gpu.check_all(CPU, jobs=2)
-    assert [(verdict.trial, verdict.dtype, verdict.passed) for verdict in verdicts] == [
+    found = gpu.check_all(CPU, pool)
+    assert [(verdict.trial, verdict.dtype, verdict.passed) for verdict in found] == [
         ("plain", "float32", True)
     ]
+    gpu.compile_kernels(cases()[:1], CPU, pool, seconds=60.0)
 
 
 def ended(*call: Any) -> None:
@@ -264,8 +276,21 @@ def ended(*call: Any) -> None:
 
 
 @pytest.mark.slow
-def test_a_check_that_ends_its_process_has_failed(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(check, "TRIALS", check.TRIALS[:1])
+def test_a_check_that_ends_its_process_has_failed(pool: ProcessPoolExecutor, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(gpu, "judge", ended)
-    verdicts = gpu.check_all(CPU, jobs=2)
-    assert [(verdict.trial, verdict.passed) for verdict in verdicts] == [("the rest", False)]
+    found = gpu.check_all(CPU, pool)
+    assert [(verdict.trial, verdict.passed) for verdict in found] == [("the rest", False)]
+    with pytest.raises(BrokenProcessPool):
+        gpu.compile_kernels(cases()[:1], CPU, pool, seconds=60.0)
+
+
+@pytest.mark.parametrize("name", ["flashtile", "flash1"])
+def test_one_call_runs_what_is_measured_later(name: str, monkeypatch: pytest.MonkeyPatch):
+    called: list[torch.Size] = []
+
+    def builder(case: Case, device: torch.device) -> Any:
+        return lambda query, key, value: called.append(query.shape) or query
+
+    monkeypatch.setitem(gpu.PEERS, name, builder)
+    gpu.call_once(name, cases()[0], "cpu")
+    assert called == [(2, 2, 40, 16)]
