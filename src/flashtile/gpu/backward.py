@@ -11,7 +11,15 @@ import triton.language as tl
 
 from .exact import exact_product, has_only_finite
 from .forward import locate
-from .gradients import load_keys, load_queries, place_of, probabilities, row_addresses, score_gradients
+from .gradients import (
+    at_head,
+    load_keys,
+    load_queries,
+    place_of,
+    probabilities,
+    row_addresses,
+    score_gradients,
+)
 from .places import key_addresses, store_tile
 from .scores import alibi_distance, key_tiles, visible_spans
 
@@ -52,8 +60,7 @@ def key_gradients(
     sequence, kv_head, tile, _ = locate(sequences, tile_starts, tiles, kv_heads, 1)
     if sequence >= sequences.number:
         return
-    heads = kv_heads * GROUP
-    place = place_of(sequences, sequence, kv_head * GROUP, kv_head, heads)
+    place = place_of(sequences, sequence, kv_head * GROUP, kv_head, kv_heads * GROUP)
     if tile * KEYS >= place.keys:
         return
     if REPAIR and tl.load(broken + tl.program_id(0)) == 0:
@@ -68,20 +75,22 @@ def key_gradients(
     spans: tl.constexpr = (visible.first is not None) | (visible.last is not None)
     dense: tl.constexpr = spans | (visible.mask is not None) | (terms.bias is not None) | REPAIR
     begin, full_begin, full_end, end = query_tiles(visible, place, start, QUERIES, KEYS, dense)
-    for member in range(GROUP):
-        here = place_of(sequences, sequence, kv_head * GROUP + member, kv_head, heads)
-        if not dense:
-            for tile in tl.range(full_begin, full_end, num_stages=STAGES):
-                grad_k, grad_v = _add_queries(
-                    columns, grad_k, grad_v, inputs, numbers, visible, terms, here, tile * QUERIES, HEAD_DIM,
-                    VALUE_DIM, HEAD_WIDTH, VALUE_WIDTH, QUERIES, False, False, False, False, PRECISION,
-                )  # fmt: skip
-        for step in tl.range(0, full_begin - begin + end - full_end, num_stages=STAGES):
-            tile = tl.where(step < full_begin - begin, begin + step, full_end + step - (full_begin - begin))
+    if not dense:
+        for step in tl.range(full_begin * GROUP, full_end * GROUP, num_stages=STAGES):
             grad_k, grad_v = _add_queries(
-                columns, grad_k, grad_v, inputs, numbers, visible, terms, here, tile * QUERIES, HEAD_DIM,
-                VALUE_DIM, HEAD_WIDTH, VALUE_WIDTH, QUERIES, True, spans, REPAIR, False, PRECISION,
+                columns, grad_k, grad_v, inputs, numbers, visible, terms, at_head(place, step % GROUP),
+                step // GROUP * QUERIES, HEAD_DIM, VALUE_DIM, HEAD_WIDTH, VALUE_WIDTH, QUERIES, False, False,
+                False, False, PRECISION,
             )  # fmt: skip
+    before = full_begin - begin
+    for step in tl.range(0, (before + end - full_end) * GROUP, num_stages=STAGES):
+        tile = step // GROUP
+        tile = tl.where(tile < before, begin + tile, full_end + tile - before)
+        grad_k, grad_v = _add_queries(
+            columns, grad_k, grad_v, inputs, numbers, visible, terms, at_head(place, step % GROUP),
+            tile * QUERIES, HEAD_DIM, VALUE_DIM, HEAD_WIDTH, VALUE_WIDTH, QUERIES, True, spans, REPAIR, False,
+            PRECISION,
+        )  # fmt: skip
     # Keys that do not exist have scores of 0, whose exponentials may be anything.
     finite = has_only_finite(tl.where(columns.existing[:, None], grad_k, 0.0))
     finite = finite & has_only_finite(tl.where(columns.existing[:, None], grad_v, 0.0))
@@ -90,13 +99,12 @@ def key_gradients(
     elif not finite:
         grad_k = tl.zeros((KEYS, HEAD_WIDTH), tl.float32)
         grad_v = tl.zeros((KEYS, VALUE_WIDTH), tl.float32)
-        for member in range(GROUP):
-            here = place_of(sequences, sequence, kv_head * GROUP + member, kv_head, heads)
-            for tile in tl.range(begin, end, num_stages=1):
-                grad_k, grad_v = _add_queries(
-                    columns, grad_k, grad_v, inputs, numbers, visible, terms, here, tile * QUERIES, HEAD_DIM,
-                    VALUE_DIM, HEAD_WIDTH, VALUE_WIDTH, QUERIES, True, spans, True, True, PRECISION,
-                )  # fmt: skip
+        for step in tl.range(begin * GROUP, end * GROUP, num_stages=1):
+            grad_k, grad_v = _add_queries(
+                columns, grad_k, grad_v, inputs, numbers, visible, terms, at_head(place, step % GROUP),
+                step // GROUP * QUERIES, HEAD_DIM, VALUE_DIM, HEAD_WIDTH, VALUE_WIDTH, QUERIES, True, spans,
+                True, True, PRECISION,
+            )  # fmt: skip
     at = key_addresses(
         grad_key, sequences, place.key_entry, place.key_first, kv_head, columns.index, columns.existing
     )

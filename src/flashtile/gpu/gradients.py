@@ -105,6 +105,15 @@ def place_of(
 
 
 @triton.jit
+def at_head(place: "Place", member: "tl.tensor"):
+    """The same sequence at one of the heads that share the key head; ``place`` is at the first."""
+    return Place(
+        place.sequence, place.head + member, place.kv_head, place.heads, place.query_entry, place.query_first,
+        place.queries, place.key_entry, place.key_first, place.keys,
+    )  # fmt: skip
+
+
+@triton.jit
 def row_addresses(rows: "Rows", place: "Place", row: "tl.tensor"):
     """Where rows of the queries, or of anything shaped like them, begin."""
     return rows.start + place.query_entry * rows.batch + place.head.to(tl.int64) * rows.head + row * rows.row
