@@ -35,7 +35,7 @@ def exact_product(
         weight = tl.sum(tl.where(chosen[None, :], weights, 0.0), 1)
         counts = tl.max((chosen[None, :] & seen).to(tl.int32), 1) > 0
         address = tl.sum(tl.where(chosen, addresses.to(tl.int64), 0), 0).to(addresses.dtype)
-        read = tl.max((chosen & existing).to(tl.int32), 0) > 0
-        row = tl.load(address + column.to(tl.int64) * step, mask=(column < COLUMNS) & read, other=0.0).to(tl.float32)
+        columns = tl.where(tl.max((chosen & existing).to(tl.int32), 0) > 0, COLUMNS, 0)
+        row = tl.load(address + column.to(tl.int64) * step, mask=column < columns, other=0.0).to(tl.float32)
         accumulated += tl.where(counts[:, None], weight[:, None] * row[None, :], 0.0)
     return accumulated
