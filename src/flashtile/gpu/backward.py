@@ -11,7 +11,15 @@ import triton.language as tl
 
 from .exact import exact_product, has_only_finite
 from .forward import locate
-from .gradients import load_keys, load_queries, place_of, probabilities, row_addresses, score_gradients
+from .gradients import (
+    at_head,
+    load_keys,
+    load_queries,
+    place_of,
+    probabilities,
+    row_addresses,
+    score_gradients,
+)
 from .places import key_addresses, store_tile
 from .scores import alibi_distance, key_tiles, visible_spans
 
@@ -25,6 +33,7 @@ def key_gradients(
     inputs: "Inputs",
     grad_key: "Rows",
     grad_value: "Rows",
+    broken: "tl.tensor",
     numbers: "RowNumbers",
     sequences: "Sequences",
     visible: "Visible",
@@ -41,14 +50,20 @@ def key_gradients(
     GROUP: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
+    REPAIR: tl.constexpr,
 ):
-    """dK and dV of one tile of keys, from all queries of all heads that read it."""
+    """dK and dV of one tile of keys, from all queries of all heads that read it.
+
+    The loops need every register there is, so that what is rare has a launch of its own (REPAIR): programs
+    that are ``broken``, because a result is not finite or a row has its LSE in two parts, run again there.
+    """
     sequence, kv_head, tile, _ = locate(sequences, tile_starts, tiles, kv_heads, 1)
     if sequence >= sequences.number:
         return
-    heads = kv_heads * GROUP
-    place = place_of(sequences, sequence, kv_head * GROUP, kv_head, heads)
+    place = place_of(sequences, sequence, kv_head * GROUP, kv_head, kv_heads * GROUP)
     if tile * KEYS >= place.keys:
+        return
+    if REPAIR and tl.load(broken + tl.program_id(0)) == 0:
         return
     # The first keys are the heaviest under a causal mask.
     start = ((place.keys - 1) // KEYS - tile) * KEYS
@@ -57,36 +72,39 @@ def key_gradients(
     )
     grad_k = tl.zeros((KEYS, HEAD_WIDTH), tl.float32)
     grad_v = tl.zeros((KEYS, VALUE_WIDTH), tl.float32)
-    apart = tl.load(numbers.apart) != 0
     spans: tl.constexpr = (visible.first is not None) | (visible.last is not None)
-    dense: tl.constexpr = spans | (visible.mask is not None) | (terms.bias is not None)
+    dense: tl.constexpr = spans | (visible.mask is not None) | (terms.bias is not None) | REPAIR
     begin, full_begin, full_end, end = query_tiles(visible, place, start, QUERIES, KEYS, dense)
-    for member in range(GROUP):
-        here = place_of(sequences, sequence, kv_head * GROUP + member, kv_head, heads)
-        for tile in tl.range(full_begin, full_end, num_stages=STAGES):
+    if not dense:
+        for step in tl.range(full_begin * GROUP, full_end * GROUP, num_stages=STAGES):
             grad_k, grad_v = _add_queries(
-                columns, grad_k, grad_v, inputs, numbers, apart, visible, terms, here, tile * QUERIES, HEAD_DIM,
-                VALUE_DIM, HEAD_WIDTH, VALUE_WIDTH, QUERIES, False, False, False, PRECISION,
+                columns, grad_k, grad_v, inputs, numbers, visible, terms, at_head(place, step % GROUP),
+                step // GROUP * QUERIES, HEAD_DIM, VALUE_DIM, HEAD_WIDTH, VALUE_WIDTH, QUERIES, False, False,
+                False, False, PRECISION,
             )  # fmt: skip
-        for step in tl.range(0, full_begin - begin + end - full_end, num_stages=STAGES):
-            tile = tl.where(step < full_begin - begin, begin + step, full_end + step - (full_begin - begin))
-            grad_k, grad_v = _add_queries(
-                columns, grad_k, grad_v, inputs, numbers, apart, visible, terms, here, tile * QUERIES, HEAD_DIM,
-                VALUE_DIM, HEAD_WIDTH, VALUE_WIDTH, QUERIES, True, spans, False, PRECISION,
-            )  # fmt: skip
+    before = full_begin - begin
+    for step in tl.range(0, (before + end - full_end) * GROUP, num_stages=STAGES):
+        tile = step // GROUP
+        tile = tl.where(tile < before, begin + tile, full_end + tile - before)
+        grad_k, grad_v = _add_queries(
+            columns, grad_k, grad_v, inputs, numbers, visible, terms, at_head(place, step % GROUP),
+            tile * QUERIES, HEAD_DIM, VALUE_DIM, HEAD_WIDTH, VALUE_WIDTH, QUERIES, True, spans, REPAIR, False,
+            PRECISION,
+        )  # fmt: skip
     # Keys that do not exist have scores of 0, whose exponentials may be anything.
     finite = has_only_finite(tl.where(columns.existing[:, None], grad_k, 0.0))
     finite = finite & has_only_finite(tl.where(columns.existing[:, None], grad_v, 0.0))
-    if not finite:
+    if not REPAIR:
+        tl.store(broken + tl.program_id(0), ((tl.load(numbers.apart) != 0) | (not finite)).to(tl.int8))
+    elif not finite:
         grad_k = tl.zeros((KEYS, HEAD_WIDTH), tl.float32)
         grad_v = tl.zeros((KEYS, VALUE_WIDTH), tl.float32)
-        for member in range(GROUP):
-            here = place_of(sequences, sequence, kv_head * GROUP + member, kv_head, heads)
-            for tile in tl.range(begin, end, num_stages=1):
-                grad_k, grad_v = _add_queries(
-                    columns, grad_k, grad_v, inputs, numbers, apart, visible, terms, here, tile * QUERIES, HEAD_DIM,
-                    VALUE_DIM, HEAD_WIDTH, VALUE_WIDTH, QUERIES, True, spans, True, PRECISION,
-                )  # fmt: skip
+        for step in tl.range(begin * GROUP, end * GROUP, num_stages=1):
+            grad_k, grad_v = _add_queries(
+                columns, grad_k, grad_v, inputs, numbers, visible, terms, at_head(place, step % GROUP),
+                step // GROUP * QUERIES, HEAD_DIM, VALUE_DIM, HEAD_WIDTH, VALUE_WIDTH, QUERIES, True, spans,
+                True, True, PRECISION,
+            )  # fmt: skip
     at = key_addresses(
         grad_key, sequences, place.key_entry, place.key_first, kv_head, columns.index, columns.existing
     )
@@ -134,7 +152,6 @@ def _add_queries(
     grad_v: "tl.tensor",
     inputs: "Inputs",
     numbers: "RowNumbers",
-    apart: "tl.tensor",
     visible: "Visible",
     terms: "Terms",
     place: "Place",
@@ -146,6 +163,7 @@ def _add_queries(
     QUERIES: tl.constexpr,
     MASKED: tl.constexpr,
     SPANS: tl.constexpr,
+    APART: tl.constexpr,
     EXACT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -168,9 +186,9 @@ def _add_queries(
     if meets:
         rows = load_queries(
             inputs, numbers, visible, place, start, HEAD_DIM, VALUE_DIM, HEAD_WIDTH, VALUE_WIDTH, QUERIES,
-            MASKED,
+            MASKED, APART,
         )  # fmt: skip
-        tile = probabilities(rows, columns, apart, visible, terms, place, MASKED, True, PRECISION)
+        tile = probabilities(rows, columns, visible, terms, place, MASKED, True, PRECISION)
         if EXACT:
             grad_v = exact_product(
                 tile.dropped, tile.seen, rows.at_grad_out, inputs.grad_out.column, rows.inside, grad_v,
@@ -220,30 +238,29 @@ def query_gradients(
         return
     rows = load_queries(
         inputs, numbers, visible, place, tile * QUERIES, HEAD_DIM, VALUE_DIM, HEAD_WIDTH, VALUE_WIDTH,
-        QUERIES, True,
+        QUERIES, True, True,
     )  # fmt: skip
     grad_q = tl.zeros((QUERIES, HEAD_WIDTH), tl.float32)
     slope_sums = tl.zeros((QUERIES,), tl.float32)
-    apart = tl.load(numbers.apart) != 0
     with_slopes: tl.constexpr = slope_terms is not None
     dense: tl.constexpr = (visible.mask is not None) | (terms.bias is not None)
     begin, full_begin, full_end, end = key_tiles(rows.first, rows.last, rows.inside, place.keys, KEYS, dense)
     for tile in tl.range(full_begin, full_end, num_stages=STAGES):
         grad_q, slope_sums = _add_keys(
-            rows, grad_q, slope_sums, inputs, sequences, apart, visible, terms, place, tile * KEYS, HEAD_DIM,
+            rows, grad_q, slope_sums, inputs, sequences, visible, terms, place, tile * KEYS, HEAD_DIM,
             VALUE_DIM, HEAD_WIDTH, VALUE_WIDTH, KEYS, False, with_slopes, False, PRECISION,
         )  # fmt: skip
     for step in tl.range(0, full_begin - begin + end - full_end, num_stages=STAGES):
         tile = tl.where(step < full_begin - begin, begin + step, full_end + step - (full_begin - begin))
         grad_q, slope_sums = _add_keys(
-            rows, grad_q, slope_sums, inputs, sequences, apart, visible, terms, place, tile * KEYS, HEAD_DIM,
+            rows, grad_q, slope_sums, inputs, sequences, visible, terms, place, tile * KEYS, HEAD_DIM,
             VALUE_DIM, HEAD_WIDTH, VALUE_WIDTH, KEYS, True, with_slopes, False, PRECISION,
         )  # fmt: skip
     if not has_only_finite(grad_q):
         grad_q = tl.zeros((QUERIES, HEAD_WIDTH), tl.float32)
         for tile in tl.range(begin, end, num_stages=1):
             grad_q, slope_sums = _add_keys(
-                rows, grad_q, slope_sums, inputs, sequences, apart, visible, terms, place, tile * KEYS, HEAD_DIM,
+                rows, grad_q, slope_sums, inputs, sequences, visible, terms, place, tile * KEYS, HEAD_DIM,
                 VALUE_DIM, HEAD_WIDTH, VALUE_WIDTH, KEYS, True, False, True, PRECISION,
             )  # fmt: skip
     row = place.query_first + rows.position
@@ -261,7 +278,6 @@ def _add_keys(
     slope_sums: "tl.tensor",
     inputs: "Inputs",
     sequences: "Sequences",
-    apart: "tl.tensor",
     visible: "Visible",
     terms: "Terms",
     place: "Place",
@@ -280,7 +296,7 @@ def _add_keys(
     columns = load_keys(
         inputs, sequences, place, start, HEAD_DIM, VALUE_DIM, HEAD_WIDTH, VALUE_WIDTH, KEYS, MASKED
     )
-    tile = probabilities(rows, columns, apart, visible, terms, place, MASKED, False, PRECISION)
+    tile = probabilities(rows, columns, visible, terms, place, MASKED, False, PRECISION)
     grad_scores, ds = score_gradients(tile, rows, columns, terms, MASKED, False, PRECISION)
     if WITH_SLOPES:
         distance = alibi_distance(rows.position[:, None], columns.index[None, :], place.queries, place.keys)

@@ -98,12 +98,12 @@ def _add_queries(
 ):
     """Adds dS of the queries [start, start + QUERIES) and of a tile of keys, or of all of them."""
     rows = load_queries(
-        inputs, numbers, visible, place, start, HEAD_DIM, VALUE_DIM, HEAD_WIDTH, VALUE_WIDTH, QUERIES, True
-    )
+        inputs, numbers, visible, place, start, HEAD_DIM, VALUE_DIM, HEAD_WIDTH, VALUE_WIDTH, QUERIES,
+        True, True,
+    )  # fmt: skip
     begin, _, _, end = key_tiles(rows.first, rows.last, rows.inside, place.keys, KEYS, True)
     if not OVER_KEYS:
         begin, end = tl.maximum(begin, column_tile), tl.minimum(end, column_tile + 1)
-    apart = tl.load(numbers.apart) != 0
     for key_tile in range(begin, end):
         columns = load_keys(
             inputs,
@@ -117,7 +117,7 @@ def _add_queries(
             KEYS,
             True,
         )
-        tile = probabilities(rows, columns, apart, visible, terms, place, True, False, PRECISION)
+        tile = probabilities(rows, columns, visible, terms, place, True, False, PRECISION)
         grad_scores, _ = score_gradients(tile, rows, columns, terms, True, False, PRECISION)
         total += grad_scores
     return total

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
+from .engine_backward import backward
 from .forward import attention_forward
 from .merge import merge_splits
-from .operands import Sequences, exact_rows_of, sequences_of, terms_of, visible_of
+from .operands import (
+    Sequences,
+    exact_rows_of,
+    on_device_of,
+    sequences_of,
+    terms_of,
+    tile_starts_of,
+    visible_of,
+)
 from .target import product_precision, target_of
 from .tiles import Tile, decode_tile, forward_tile, width_of
 
@@ -17,6 +25,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from flashtile.problem import AttentionProblem
+
+__all__ = ["backward", "forward"]
 
 # Rows of a tile that decoding packs: the queries of all heads that share a key head.
 _PACKED_ROWS = 64
@@ -36,7 +46,10 @@ def forward(problem: AttentionProblem, out: Tensor, lse: Tensor) -> None:
             _decode(problem, sequences, group, out, lse)
         else:
             tile = forward_tile(
-                target_of(problem.query.device), problem.query.element_size(), problem.query.shape[3], problem.value.shape[3]
+                target_of(problem.query.device),
+                problem.query.element_size(),
+                problem.query.shape[3],
+                problem.value.shape[3],
             )
             _launch(problem, sequences, tile, out, lse, group=group, packed=False, splits=1, split_keys=0)
 
@@ -49,7 +62,11 @@ def _decode(problem: AttentionProblem, sequences: Sequences, group: int, out: Te
     heads, queries = problem.query.shape[1:3]
     value_dim = problem.value.shape[3]
     tile = decode_tile(
-        target_of(problem.query.device), problem.query.element_size(), problem.query.shape[3], value_dim, group * queries
+        target_of(problem.query.device),
+        problem.query.element_size(),
+        problem.query.shape[3],
+        value_dim,
+        group * queries,
     )
     tiles_of_keys = -(-sequences.keys // tile.keys)
     split_keys = tile.keys * max(1, -(-tiles_of_keys // _MOST_SPLITS))
@@ -112,14 +129,3 @@ def _launch(
         QUERIES=tile.queries, KEYS=tile.keys, GROUP=group, PACKED=packed, FOLDED=folded, SPLIT=splits > 1,
         PRECISION=product_precision(target_of(problem.query.device), problem.query.dtype), STAGES=tile.stages, num_warps=tile.warps,
     )  # fmt: skip
-
-
-def tile_starts_of(starts: Tensor, rows: int) -> Tensor:
-    """The tiles before each packed sequence: int64 (B + 1,), on the device."""
-    tiles = (starts[1:] - starts[:-1] + (rows - 1)) // rows
-    return torch.nn.functional.pad(tiles.cumsum(0), (1, 0))
-
-
-def on_device_of(tensor: Tensor) -> Any:
-    """Triton launches on torch's current device."""
-    return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()

@@ -9,9 +9,19 @@ import torch
 from .backward import key_gradients, query_gradients
 from .bias_gradient import bias_gradient
 from .deltas import row_numbers, sum_rows
-from .engine import on_device_of, tile_starts_of
 from .gradients import Inputs, RowNumbers
-from .operands import Sequences, Terms, Visible, exact_rows_of, sequences_of, terms_of, visible_of
+from .operands import (
+    Sequences,
+    Terms,
+    Visible,
+    exact_rows_of,
+    on_device_of,
+    sequences_of,
+    terms_of,
+    tile_starts_of,
+    visible_of,
+)
+from .target import Target, product_precision, target_of
 from .tiles import (
     Tile,
     bias_gradient_tile,
@@ -35,6 +45,7 @@ class _Pass(NamedTuple):
     sequences: Sequences
     visible: Visible
     terms: Terms
+    target: Target
     sizes: dict[str, Any]  # those a kernel is compiled for
 
 
@@ -73,6 +84,7 @@ def backward(
 
 
 def _pass_of(problem: AttentionProblem, lse: Tensor, grad_out: Tensor) -> _Pass:
+    target = target_of(problem.query.device)
     heads, rows, head_dim = problem.query.shape[1:]
     value_dim = problem.value.shape[3]
     row_max, row_rest, delta = (
@@ -86,13 +98,14 @@ def _pass_of(problem: AttentionProblem, lse: Tensor, grad_out: Tensor) -> _Pass:
         sequences=sequences_of(problem),
         visible=visible_of(problem),
         terms=terms_of(problem),
+        target=target,
         sizes={
             "HEAD_DIM": head_dim,
             "VALUE_DIM": value_dim,
             "HEAD_WIDTH": width_of(head_dim),
             "VALUE_WIDTH": width_of(value_dim),
             "GROUP": heads // problem.key.shape[1],
-            "PRECISION": "ieee",
+            "PRECISION": product_precision(target, problem.query.dtype),
         },
     )
 
@@ -109,7 +122,7 @@ def _find_row_numbers(
     problem: AttentionProblem, launch: _Pass, out: Tensor, lse: Tensor, grad_lse: Tensor | None
 ) -> None:
     heads, rows = lse.shape[1:]
-    tile = row_number_tile("interpreter", problem.query.element_size(), *_dims(problem))
+    tile = row_number_tile(launch.target, problem.query.element_size(), *_dims(problem))
     starts, tiles, programs = _tiles_of(problem.query_starts, problem.sequences, rows, tile.queries)
     row_numbers[(tiles * heads * programs,)](
         launch.inputs, exact_rows_of(out), exact_rows_of(lse.unsqueeze(3)),
@@ -121,17 +134,21 @@ def _find_row_numbers(
 
 def _find_key_gradients(problem: AttentionProblem, launch: _Pass, gradients: Gradients) -> None:
     kv_heads, keys = problem.key.shape[1:3]
-    tile = key_gradient_tile("interpreter", problem.query.element_size(), *_dims(problem))
+    tile = key_gradient_tile(launch.target, problem.query.element_size(), *_dims(problem))
     starts, tiles, programs = _tiles_of(problem.key_starts, problem.sequences, keys, tile.keys)
-    key_gradients[(tiles * kv_heads * programs,)](
-        launch.inputs, exact_rows_of(gradients.key), exact_rows_of(gradients.value), launch.numbers,
-        launch.sequences, launch.visible, launch.terms, starts, tiles, kv_heads, **_of(tile), **launch.sizes,
-    )  # fmt: skip
+    programs *= tiles * kv_heads
+    broken = torch.empty(programs, dtype=torch.int8, device=problem.query.device)
+    for repair in (False, True):
+        key_gradients[(programs,)](
+            launch.inputs, exact_rows_of(gradients.key), exact_rows_of(gradients.value), broken,
+            launch.numbers, launch.sequences, launch.visible, launch.terms, starts, tiles, kv_heads,
+            REPAIR=repair, **_of(tile), **launch.sizes,
+        )  # fmt: skip
 
 
 def _find_query_gradients(problem: AttentionProblem, launch: _Pass, gradients: Gradients) -> None:
     heads, rows = problem.query.shape[1:3]
-    tile = query_gradient_tile("interpreter", problem.query.element_size(), *_dims(problem))
+    tile = query_gradient_tile(launch.target, problem.query.element_size(), *_dims(problem))
     starts, tiles, programs = _tiles_of(problem.query_starts, problem.sequences, rows, tile.queries)
     slopes = gradients.alibi_slopes
     slope_terms = None if slopes is None else torch.empty_like(launch.numbers.delta)
@@ -154,7 +171,7 @@ def _find_bias_gradient(problem: AttentionProblem, launch: _Pass, grad_bias: Ten
     # Few rows or columns are few programs: each head then has its own, which are summed afterwards.
     apart = 1 in (rows, columns)
     target = grad_bias.new_empty(problem.sequences, heads, rows, columns) if apart else grad_bias
-    tile = bias_gradient_tile("interpreter", problem.query.element_size(), *_dims(problem))
+    tile = bias_gradient_tile(launch.target, problem.query.element_size(), *_dims(problem))
     tiles = -(-rows // tile.queries) * -(-columns // tile.keys)
     batch, bias_heads = target.shape[:2]
     bias_gradient[(batch * bias_heads * tiles,)](

@@ -24,8 +24,8 @@ class Inputs(NamedTuple):
 class RowNumbers(NamedTuple):
     """One number per query, from which a tile of P and dS follows; (batch, heads, rows), rows side by side.
 
-    P = exp2((scores - row_max) - row_rest) and dS = P * (dP - delta). The rest is 0 in most calls, and is read
-    only if the number in ``apart`` is 1: it would take registers that are needed.
+    P = exp2((scores - row_max) - row_rest) and dS = P * (dP - delta). The rest is 0 in most calls: the number
+    in ``apart`` is 1 if any is not.
     """
 
     row_max: "tl.tensor"
@@ -63,7 +63,7 @@ class QueryTile(NamedTuple):
     first: "tl.tensor"
     last: "tl.tensor"
     row_max: "tl.tensor"
-    at_rest: "tl.tensor"
+    row_rest: "tl.tensor"
     delta: "tl.tensor"
 
 
@@ -105,6 +105,15 @@ def place_of(
 
 
 @triton.jit
+def at_head(place: "Place", member: "tl.tensor"):
+    """The same sequence at one of the heads that share the key head; ``place`` is at the first."""
+    return Place(
+        place.sequence, place.head + member, place.kv_head, place.heads, place.query_entry, place.query_first,
+        place.queries, place.key_entry, place.key_first, place.keys,
+    )  # fmt: skip
+
+
+@triton.jit
 def row_addresses(rows: "Rows", place: "Place", row: "tl.tensor"):
     """Where rows of the queries, or of anything shaped like them, begin."""
     return rows.start + place.query_entry * rows.batch + place.head.to(tl.int64) * rows.head + row * rows.row
@@ -123,14 +132,21 @@ def load_queries(
     VALUE_WIDTH: tl.constexpr,
     QUERIES: tl.constexpr,
     CHECKED: tl.constexpr,
+    APART: tl.constexpr,
 ):
-    """The queries [start, start + QUERIES). P and dS of rows that do not exist are 0."""
+    """The queries [start, start + QUERIES), without a ``row_rest`` unless APART.
+
+    P and dS of rows that do not exist are 0.
+    """
     position = start + tl.arange(0, QUERIES)
     inside, row = position < place.queries, place.query_first + position
     at_query = row_addresses(inputs.query, place, row)
     at_grad_out = row_addresses(inputs.grad_out, place, row)
     first, last = visible_spans(visible, place.query_entry, row, position, inside, place.keys)
     at = place.query_entry * numbers.batch + place.head.to(tl.int64) * numbers.head + row
+    row_rest = None
+    if APART:
+        row_rest = tl.load(numbers.row_rest + at, mask=inside, other=0.0)
     if CHECKED:
         row_max = tl.load(numbers.row_max + at, mask=inside, other=float("inf"))
         delta = tl.load(numbers.delta + at, mask=inside, other=0.0)
@@ -139,7 +155,7 @@ def load_queries(
     return QueryTile(
         load_tile(at_query, inputs.query.column, inside, HEAD_DIM, HEAD_WIDTH, CHECKED),
         load_tile(at_grad_out, inputs.grad_out.column, inside, VALUE_DIM, VALUE_WIDTH, CHECKED),
-        position, inside, at_query, at_grad_out, first, last, row_max, numbers.row_rest + at, delta,
+        position, inside, at_query, at_grad_out, first, last, row_max, row_rest, delta,
     )  # fmt: skip
 
 
@@ -176,7 +192,6 @@ def load_keys(
 def probabilities(
     rows: "QueryTile",
     columns: "KeyTile",
-    apart: "tl.tensor",
     visible: "Visible",
     terms: "Terms",
     place: "Place",
@@ -200,8 +215,8 @@ def probabilities(
         products, terms, place.sequence, place.head, position, index, bias, place.queries, place.keys
     )
     scores -= tl.expand_dims(rows.row_max, across)
-    if apart:
-        scores -= tl.expand_dims(tl.load(rows.at_rest, mask=rows.inside, other=0.0), across)
+    if rows.row_rest is not None:
+        scores -= tl.expand_dims(rows.row_rest, across)
     p, kept = tl.exp2(scores), None
     if MASKED:  # 0 even where a NaN went into it
         p = tl.where(seen, p, 0.0)

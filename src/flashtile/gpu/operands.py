@@ -6,6 +6,7 @@ kernel, so that an option nobody uses costs nothing.
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any, NamedTuple
 
 import torch
@@ -129,3 +130,14 @@ def terms_of(problem: AttentionProblem) -> Terms:
         threshold=min(keep_threshold(problem.dropout_p), 2**32 - 1),
         keep_scale=keep_scale(problem.dropout_p),
     )
+
+
+def tile_starts_of(starts: Tensor, rows: int) -> Tensor:
+    """The tiles before each packed sequence: int64 (B + 1,), on the device."""
+    tiles = (starts[1:] - starts[:-1] + (rows - 1)) // rows
+    return torch.nn.functional.pad(tiles.cumsum(0), (1, 0))
+
+
+def on_device_of(tensor: Tensor) -> Any:
+    """Triton launches on torch's current device."""
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()

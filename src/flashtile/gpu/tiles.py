@@ -55,29 +55,29 @@ def decode_tile(target: Target, itemsize: int, head_dim: int, value_dim: int, ro
     raise NotImplementedError(target)
 
 
-def key_gradient_tile(target: str, itemsize: int, head_dim: int, value_dim: int) -> Tile:
+def key_gradient_tile(target: Target, itemsize: int, head_dim: int, value_dim: int) -> Tile:
     """Tiles of dK and dV."""
-    if target == "interpreter":
-        return Tile(16, 32, 4, 1)
+    if target.name == "interpreter":
+        return Tile(16, 64, 4, 1)
     raise NotImplementedError(target)
 
 
-def query_gradient_tile(target: str, itemsize: int, head_dim: int, value_dim: int) -> Tile:
+def query_gradient_tile(target: Target, itemsize: int, head_dim: int, value_dim: int) -> Tile:
     """Tiles of dQ."""
-    if target == "interpreter":
-        return Tile(32, 16, 4, 1)
+    if target.name == "interpreter":
+        return Tile(64, 16, 4, 1)
     raise NotImplementedError(target)
 
 
-def bias_gradient_tile(target: str, itemsize: int, head_dim: int, value_dim: int) -> Tile:
+def bias_gradient_tile(target: Target, itemsize: int, head_dim: int, value_dim: int) -> Tile:
     """Tiles of the bias gradient."""
-    if target == "interpreter":
-        return Tile(32, 16, 4, 1)
+    if target.name == "interpreter":
+        return Tile(32, 32, 4, 1)
     raise NotImplementedError(target)
 
 
-def row_number_tile(target: str, itemsize: int, head_dim: int, value_dim: int) -> Tile:
+def row_number_tile(target: Target, itemsize: int, head_dim: int, value_dim: int) -> Tile:
     """Tiles of the preparation of the backward pass; the keys matter where a LSE is large."""
-    if target == "interpreter":
+    if target.name == "interpreter":
         return Tile(32, 32, 4, 1)
     raise NotImplementedError(target)
