@@ -112,12 +112,12 @@ def _softmax_of_rows(
         )
         k = load_tile(at, inputs.key.column, existing, HEAD_DIM, HEAD_WIDTH, True)
         products = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-        seen = visible_entries(
+        seen, bias = visible_entries(
             visible, terms, place.sequence, place.head, position[:, None], first[:, None], last[:, None],
             index[None, :],
         )  # fmt: skip
         scores, _ = tile_scores(
-            products, terms, place.sequence, place.head, position[:, None], index[None, :], seen,
+            products, terms, place.sequence, place.head, position[:, None], index[None, :], bias,
             place.queries, place.keys,
         )  # fmt: skip
         scores = tl.where(seen, scores, float("-inf"))

@@ -210,9 +210,9 @@ def _forward_tile(
     at = key_addresses(key, sequences, key_entry, key_first, kv_head, index, existing)
     k = load_tile(at, key.column, existing, HEAD_DIM, HEAD_WIDTH, MASKED)
     products = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-    seen = existing[None, :]
+    seen, bias = existing[None, :], None
     if MASKED:
-        seen = visible_entries(
+        seen, bias = visible_entries(
             visible, terms, sequence, head[:, None], position[:, None], first[:, None], last[:, None],
             index[None, :],
         )  # fmt: skip
@@ -220,7 +220,7 @@ def _forward_tile(
         scores, factor = products, terms.scale * LOG2_E
     else:
         scores, _ = tile_scores(
-            products, terms, sequence, head[:, None], position[:, None], index[None, :], seen, queries, keys
+            products, terms, sequence, head[:, None], position[:, None], index[None, :], bias, queries, keys
         )
         factor = 1.0
     if MASKED:

@@ -207,12 +207,12 @@ def probabilities(
     across: tl.constexpr = 0 if TRANSPOSED else 1
     position, index = tl.expand_dims(rows.position, across), tl.expand_dims(columns.index, 1 - across)
     products = _product(rows.q, columns.k, TRANSPOSED, PRECISION)
-    seen = tl.expand_dims(columns.existing, 1 - across)
+    seen, bias = tl.expand_dims(columns.existing, 1 - across), None
     if MASKED:
         first, last = tl.expand_dims(rows.first, across), tl.expand_dims(rows.last, across)
-        seen = visible_entries(visible, terms, place.sequence, place.head, position, first, last, index)
+        seen, bias = visible_entries(visible, terms, place.sequence, place.head, position, first, last, index)
     scores, capped = tile_scores(
-        products, terms, place.sequence, place.head, position, index, seen, place.queries, place.keys
+        products, terms, place.sequence, place.head, position, index, bias, place.queries, place.keys
     )
     scores -= tl.expand_dims(rows.row_max, across)
     if rows.row_rest is not None:

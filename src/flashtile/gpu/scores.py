@@ -106,14 +106,17 @@ def visible_entries(
 ):
     """Which entries of a tile are visible: in the spans, allowed by the mask, and without a bias of -inf.
 
-    head, position, first, last: (QUERIES, 1), index: (1, KEYS); or (1, QUERIES) and (KEYS, 1).
+    head, position, first, last: (QUERIES, 1), index: (1, KEYS); or (1, QUERIES) and (KEYS, 1). The bias of
+    the visible entries comes along (None: there is none): it is read once.
     """
     seen = (index >= first) & (index < last)
     if visible.mask is not None:
         seen = seen & (plane_tile(visible.mask, sequence, head, position, index, seen) != 0)
+    bias = None
     if terms.bias is not None:
-        seen = seen & (plane_tile(terms.bias, sequence, head, position, index, seen) != float("-inf"))
-    return seen
+        bias = plane_tile(terms.bias, sequence, head, position, index, seen).to(tl.float32)
+        seen = seen & (bias != float("-inf"))
+    return seen, bias
 
 
 @triton.jit
@@ -124,14 +127,13 @@ def tile_scores(
     head: "tl.tensor",
     position: "tl.tensor",
     index: "tl.tensor",
-    seen: "tl.tensor",
+    bias: "tl.tensor",
     queries: "tl.tensor",
     keys: "tl.tensor",
 ):
     """Scores in units of log 2, and tanh(scale * product / softcap) if there is a softcap.
 
-    products: (QUERIES, KEYS) or (KEYS, QUERIES), and the rest as for ``visible_entries``; seen: the entries
-    whose bias may be read.
+    products: (QUERIES, KEYS) or (KEYS, QUERIES), and the rest as for ``visible_entries``.
     """
     capped = products
     if terms.softcap is None:
@@ -139,9 +141,8 @@ def tile_scores(
     else:
         capped = tanh(products * (terms.scale / terms.softcap))
         scores = capped * (terms.softcap * LOG2_E)
-    if terms.bias is not None:
-        bias = plane_tile(terms.bias, sequence, head, position, index, seen)
-        scores += bias.to(tl.float32) * LOG2_E
+    if bias is not None:
+        scores += bias * LOG2_E
     if terms.slopes is not None:
         slope = tl.load(terms.slopes.start + sequence * terms.slopes.batch + head * terms.slopes.head)
         scores -= slope * LOG2_E * alibi_distance(position, index, queries, keys)
