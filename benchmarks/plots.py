@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -48,12 +49,12 @@ def titled_figure(found: dict[str, Any], title: str, size: tuple[float, float]) 
     return figure
 
 
-def legend_below(figure: Figure, axes: list[Axes]) -> None:
-    """One legend for all panels, under them."""
+def legend_below(figure: Figure, axes: list[Axes], titles: Iterable[str] = TITLES.values()) -> None:
+    """One legend for all panels, under them, in the order of the titles."""
     handles = {
         label: handle for one in axes for handle, label in zip(*one.get_legend_handles_labels(), strict=True)
     }
-    order = [title for title in TITLES.values() if title in handles] or list(handles)
+    order = [title for title in titles if title in handles] or list(handles)
     shown = [handles[label] for label in order]
     figure.legend(shown, order, loc="outside lower center", ncols=8, frameon=False, fontsize=9)
 

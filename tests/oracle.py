@@ -28,7 +28,7 @@ from torch import Tensor
 
 from flashtile.masks import Mask
 from flashtile.problem import AttentionProblem, Gradients, compute_dtype
-from flashtile.reference import attention, cast
+from flashtile.reference import attention, cast, sequence
 from tests.rounding import Rounding, rounded_attention
 
 DIFFERENTIABLE = ("query", "key", "value", "bias", "alibi_slopes", "sinks")
@@ -118,24 +118,35 @@ def results_of_backend(
     backend: ModuleType, problem: AttentionProblem, grad_out: Tensor, grad_lse: Tensor | None
 ) -> dict[str, Tensor]:
     """What a backend writes into tensors full of NaN, with the strides of its inputs."""
-
-    def poisoned(like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        return torch.full_like(like, math.nan, dtype=dtype)
-
     small = compute_dtype(problem.query.dtype)
-    out = poisoned(grad_out, problem.query.dtype)
-    lse = torch.full(problem.query.shape[:3], math.nan, dtype=small)
+    results = forward_of_backend(backend, problem, grad_out)
     gradients = Gradients(
-        **{name: poisoned(getattr(problem, name)) for name in ("query", "key", "value")},
+        **{name: _poisoned(getattr(problem, name)) for name in ("query", "key", "value")},
         **{
-            name: None if (tensor := getattr(problem, name)) is None else poisoned(tensor, small)
+            name: None if (tensor := getattr(problem, name)) is None else _poisoned(tensor, small)
             for name in ("bias", "alibi_slopes", "sinks")
         },
     )
-    backend.forward(problem, out, lse)
-    backend.backward(problem, out, lse, grad_out, grad_lse, gradients)
+    backend.backward(problem, results["out"], results["lse"], grad_out, grad_lse, gradients)
     found = {f"grad_{name}": gradient for name, gradient in vars(gradients).items() if gradient is not None}
-    return {"out": out, "lse": lse, **found}
+    return results | found
+
+
+def forward_of_backend(
+    backend: ModuleType, problem: AttentionProblem, out_like: Tensor | None = None
+) -> dict[str, Tensor]:
+    """`out`, with the strides of `out_like`, and `lse`, written over NaN."""
+    query, value_dim = problem.query, problem.value.shape[3]
+    if out_like is None:
+        out_like = query.new_empty(*query.shape[:3], value_dim)
+    out = _poisoned(out_like, query.dtype)
+    lse = query.new_full(query.shape[:3], math.nan, dtype=compute_dtype(query.dtype))
+    backend.forward(problem, out, lse)
+    return {"out": out, "lse": lse}
+
+
+def _poisoned(like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    return torch.full_like(like, math.nan, dtype=dtype)
 
 
 @contextlib.contextmanager
@@ -183,6 +194,43 @@ def assert_close_to_oracle(
             f"(standard attention: {standard[name]:.3g}, floor: {floors[name]:.3g})\n"
             f"{worst_element(found, expected)}"
         )
+
+
+def assert_close_by_sequence(
+    actual: Mapping[str, Tensor],
+    problem: AttentionProblem,
+    grad_out: Tensor | None = None,
+    grad_lse: Tensor | None = None,
+) -> None:
+    """The same for sequences with lengths of their own, each compared alone.
+
+    Only results with a row for every query or key can be: `out`, `lse`, and the gradients of query, key and
+    value. Without dropout, which numbers the sequences.
+    """
+    assert problem.dropout_p == 0
+    for index in range(problem.sequences):
+        own = sequence(problem, index)
+        queries = _rows_of_sequence(problem.query_starts, index)
+        keys = _rows_of_sequence(problem.key_starts, index)
+        if own.query.shape[2] == 0:
+            continue
+        parts = {
+            name: tensor[keys if name in ("grad_key", "grad_value") else queries]
+            for name, tensor in actual.items()
+        }
+        upstream = [None if tensor is None else tensor[queries] for tensor in (grad_out, grad_lse)]
+        assert_close_to_oracle(parts, own, *upstream)
+    if problem.query_starts is not None:  # rows behind the last sequence
+        end = int(problem.query_starts[-1])
+        for name in actual.keys() & {"out", "lse", "grad_query"}:
+            rest = actual[name][:, :, end:]
+            assert (rest == (-math.inf if name == "lse" else 0)).all(), f"{name} behind the last sequence"
+
+
+def _rows_of_sequence(starts: Tensor | None, index: int) -> tuple[slice, ...]:
+    if starts is None:
+        return (slice(index, index + 1),)
+    return slice(None), slice(None), slice(*(int(start) for start in starts[index : index + 2]))
 
 
 def standard_errors(

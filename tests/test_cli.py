@@ -32,6 +32,7 @@ def test_help_has_examples(command, capsys):
         (["bench", "--shape", "1,2,3,0"], "at least 1"),
         (["bench", "--dtype", "fp32,int8"], "'int8'"),
         (["check", "--dtype", "fp12"], "'fp12'"),
+        (["check", "--device", "mps"], "--device mps: no backend serves mps tensors"),
         (["info", "--threads", "0"], "at least 1"),
         (["info", "--heads", "many"], "expected a whole number of at least 1, got 'many'"),
         (["bench", "--group", "small", "--dtype", "fp32", "--pass", "forward"], "leave out --dtype, --pass"),
@@ -81,6 +82,22 @@ def test_check_passes_here(capsys):
     text = capsys.readouterr().out
     assert "FAILED" not in text
     assert "13 of 13 passed" in text
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="torch sees a GPU here")
+def test_no_gpu_is_named_as_the_reason(capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["check", "--device", "cuda:1"])
+    assert stop.value.code == 2
+    assert "--device cuda:1: torch" in capsys.readouterr().err
+    assert cli.main(["info", "--device", "cuda"]) == 0
+    assert "sees no GPU here" in capsys.readouterr().out
+
+
+@pytest.mark.gpu
+def test_check_passes_on_a_gpu(capsys):
+    assert cli.main(["check", "--device", "cuda", "--dtype", "fp16"]) == 0
+    assert "13 of 13 passed" in capsys.readouterr().out
 
 
 def test_check_fails_on_a_wrong_kernel(capsys, monkeypatch):

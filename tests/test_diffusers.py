@@ -65,9 +65,9 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
     shapes: list[torch.Size] = []
     right = dispatch.backend
 
-    def noted(problem):
+    def noted(problem, **options):
         shapes.append(problem.query.shape)
-        return right(problem)
+        return right(problem, **options)
 
     monkeypatch.setattr(dispatch, "backend", noted)
     return shapes

@@ -11,8 +11,7 @@ from torch import Tensor
 import flashtile
 from flashtile import masks, reference
 from flashtile.cpu import workers
-from flashtile.masks.lengths import Packed
-from flashtile.problem import AttentionProblem
+from tests.packing import packed, packed_problem
 
 BOTTOM_RIGHT = masks.causal(alignment="bottom-right")
 # Few queries and many keys (decoded, in one split and in several), tiles of rows, nothing on either side.
@@ -31,30 +30,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "bias of a key": {"bias": torch.randn(1, 1, 1, max(KEYS)), "mask": BOTTOM_RIGHT},
     "dense": {"mask": torch.rand(4, max(QUERIES), max(KEYS)) < 0.7},
 }
-
-
-def starts(lengths: tuple[int, ...]) -> Tensor:
-    return torch.tensor([0, *lengths]).cumsum(0)
-
-
-def packed(
-    queries: tuple[int, ...],
-    keys: tuple[int, ...],
-    *,
-    heads: int = 4,
-    kv_heads: int = 2,
-    head_dim: int = 16,
-    value_head_dim: int = 16,
-    dtype: torch.dtype = torch.float32,
-    rest: int = 3,
-    requires_grad: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """query, key, value, and the cumulative lengths; `rest` rows more than the sequences need."""
-    query = torch.randn(sum(queries) + rest, heads, head_dim).to(dtype)
-    key = torch.randn(sum(keys) + rest, kv_heads, head_dim).to(dtype)
-    value = torch.randn(sum(keys) + rest, kv_heads, value_head_dim).to(dtype)
-    inputs = (tensor.requires_grad_(requires_grad) for tensor in (query, key, value))
-    return (*inputs, starts(queries), starts(keys))  # type: ignore[return-value]
 
 
 def one_sequence(tensors: tuple[Tensor, ...], cu_q: Tensor, cu_k: Tensor, b: int) -> list[Tensor]:
@@ -109,19 +84,6 @@ def test_gradients_of_a_sequence_are_the_bits_it_gets_alone(options):
         assert gradient[end:].eq(0).all()
 
 
-def problem_of(
-    query: Tensor, key: Tensor, value: Tensor, cu_q: Tensor, cu_k: Tensor, mask: Any, **options: Any
-) -> AttentionProblem:
-    longest = int(cu_q.diff().max()), int(cu_k.diff().max())
-    lengths = Packed(len(query), len(key), longest[1], longest, cu_q, cu_k, cu_k.diff())
-    lower, upper, first, last, dense = masks.Intervals() if mask is None else mask.intervals(lengths)
-    inputs = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
-    return AttentionProblem(
-        *inputs, query.shape[-1] ** -0.5, None, lower, upper, first, last, dense, **options,
-        query_starts=cu_q, key_starts=cu_k,
-    )  # fmt: skip
-
-
 @pytest.mark.parametrize("shape", [(1, 1), (1, 4), (7, 1), (7, 4)], ids=str)
 def test_shared_gradients_and_dropout_against_the_oracle(shape):
     """What sequences share is summed over all of them: a bias, slopes, sinks; dropout numbers them."""
@@ -134,7 +96,7 @@ def test_shared_gradients_and_dropout_against_the_oracle(shape):
         query, key, value, cu_q, cu_k, mask=BOTTOM_RIGHT, bias=bias, alibi_slopes=slopes, sinks=sinks,
         dropout_p=0.3, seed=5, return_lse=True,
     )  # fmt: skip
-    problem = problem_of(
+    problem = packed_problem(
         query, key, value, cu_q, cu_k, BOTTOM_RIGHT, bias=bias, alibi_slopes=slopes, sinks=sinks,
         dropout_p=0.3, seed=5,
     )  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -288,7 +288,10 @@ def checked_seed(dropout_p: object, seed: object, device: torch.device) -> Tenso
         return draw_seed(device)
     if isinstance(seed, Tensor):
         return seed.reshape(1).to(device)
-    return torch.tensor([seed if seed < 2**63 else seed - 2**64], dtype=torch.int64, device=device)
+    number: Any = seed if seed < 2**63 else seed - 2**64
+    return torch.full(
+        (1,), number, dtype=torch.int64, device=device
+    )  # no copy, which would wait for the device
 
 
 def refuse_gradients(what: str, *inputs: object) -> None:

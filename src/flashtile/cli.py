@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -146,26 +145,32 @@ def _add_check(commands: Any) -> None:
         _check,
         """flashtile check
 flashtile check --dtype fp32,bf16
+flashtile check --device cuda
 flashtile check --json > check.json && echo fine""",
     )
     check.add_argument(
-        "--dtype", type=_subset(_DTYPES), metavar="LIST", help="fp32,bf16,fp16,fp64; default: all"
+        "--dtype",
+        type=_subset(_DTYPES),
+        metavar="LIST",
+        help="fp32,bf16,fp16,fp64; default: all that the device has kernels for",
     )
+    check.add_argument("--device", default="cpu", help="cpu (default), cuda or cuda:N")
+    check.set_defaults(refuse=check.error)
 
 
 def _check(options: argparse.Namespace) -> int:
+    from flashtile import dispatch
     from flashtile.bench import check
     from flashtile.bench.cases import DTYPES
 
-    chosen = tuple(DTYPES[name] for name in options.dtype) if options.dtype else check.DTYPES
-    verdicts = list(check.run(dtypes=chosen))
+    reason = dispatch.unserved_reason(options.device.partition(":")[0])
+    if reason:
+        options.refuse(f"--device {options.device}: {reason}")
+    served = check.DTYPES if options.device == "cpu" else check.GPU_DTYPES
+    chosen = tuple(DTYPES[name] for name in options.dtype) if options.dtype else served
+    verdicts = list(check.run(dtypes=chosen, device=options.device))
     if options.json:
-        # JSON has no infinity, which is the error of a call that failed.
-        shown = [
-            {**asdict(v), "error": v.error if math.isfinite(v.error) else None, "passed": v.passed}
-            for v in verdicts
-        ]
-        print(json.dumps(shown, indent=2))
+        print(json.dumps([check.as_dict(verdict) for verdict in verdicts], indent=2))
     else:
         print(check.report(verdicts))
     return 0 if all(verdict.passed for verdict in verdicts) else 1

@@ -8,6 +8,7 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor
 
+from flashtile.gpu import fallback, target
 from flashtile.problem import SUPPORTED_DTYPES, AttentionProblem, Gradients
 
 
@@ -30,13 +31,21 @@ class Backend(Protocol):
 
 
 # Device type -> module; a backend is imported at its first use, because compiling machinery is slow to load.
-_MODULES = {"cpu": "flashtile.cpu"}
+# ROCm's devices are "cuda" in torch, too.
+_MODULES = {"cpu": "flashtile.cpu", "cuda": "flashtile.gpu.engine"}
 _loaded: dict[str, Backend] = {}
 
 
-def backend(problem: AttentionProblem) -> Backend:
-    """The backend that serves ``problem``; NotImplementedError with the reason where there is none."""
-    device_type = problem.query.device.type
+def backend(problem: AttentionProblem, *, backward: bool = False) -> Backend:
+    """What serves a pass of ``problem``; NotImplementedError with the reason where nothing does."""
+    query = problem.query
+    device_type = query.device.type
+    if device_type == "cuda":
+        reason = _kernels_refusal(
+            query.device, query.dtype, query.shape[3], problem.value.shape[3], backward=backward
+        )
+        if reason is not None:
+            return _fallback(problem, reason)
     found = _loaded.get(device_type)
     return _load(device_type) if found is None else found
 
@@ -48,6 +57,26 @@ def _load(device_type: str) -> Backend:
     return module
 
 
+def _kernels_refusal(
+    device: torch.device, dtype: torch.dtype, head_dim: int, value_head_dim: int, *, backward: bool = False
+) -> str | None:
+    """Why the GPU kernels cannot serve such a call, or None if they can."""
+    if dtype == torch.float64:
+        return "the kernels accumulate in float32, which is too little for float64"
+    return target.unsupported_reason(device, head_dim, value_head_dim, backward=backward)
+
+
+def _fallback(problem: AttentionProblem, reason: str) -> Backend:
+    """PyTorch's own attention, if it means the same."""
+    refusal = fallback.refusal(problem)
+    if refusal is not None:
+        raise NotImplementedError(
+            f"flashtile: the kernels cannot serve this call ({reason}), "
+            f"and PyTorch's own attention does not compute it: {refusal}"
+        )
+    return fallback
+
+
 def check_device(device: torch.device) -> None:
     """Raise NotImplementedError with the reason where no backend serves ``device``; "meta" needs none."""
     if device.type not in _MODULES and device.type != "meta":
@@ -56,6 +85,8 @@ def check_device(device: torch.device) -> None:
 
 def unserved_reason(device_type: str) -> str | None:
     """Why no backend serves tensors on this kind of device, or None when one does."""
+    if device_type == "cuda" and not torch.cuda.is_available():
+        return f"torch {torch.__version__} sees no GPU here"
     if device_type in _MODULES:
         return None
     served = ", ".join(sorted(_MODULES))
@@ -92,14 +123,42 @@ def explain(
     problems = _refusals(device, dtype, heads, kv_heads, head_dim, value_head_dim)
     if problems:
         return "\n".join([*lines, "backend: none", *(f"  - {problem}" for problem in problems)])
-    lines.append(f"backend: {_MODULES[device.type]}")
-    lines.append(f"  - {_name(dtype)} tensors on {device.type} are all it asks for")
+    if device.type == "cuda":
+        lines += _gpu_facts(device, dtype, head_dim, value_head_dim)
+    else:
+        lines.append(f"backend: {_MODULES[device.type]}")
+        lines.append(f"  - {_name(dtype)} tensors on {device.type} are all it asks for")
     lines.append(f"  - sums are accumulated in {'float64' if dtype == torch.float64 else 'float32'}")
     if kv_heads != heads:
-        lines.append(
-            f"  - {heads // kv_heads} query heads share each key head, read in place, never repeated"
-        )
+        in_place = "repeated for each" if fallback.__name__ in lines[1] else "read in place, never repeated"
+        lines.append(f"  - {heads // kv_heads} query heads share each key head, {in_place}")
     return "\n".join(lines)
+
+
+def _gpu_facts(device: torch.device, dtype: torch.dtype, head_dim: int, value_head_dim: int) -> list[str]:
+    """What serves each pass on a GPU, and why it is not the kernels if it is not."""
+    name = f"{torch.cuda.get_device_name(device)} ({target.target_of(device).name})"
+    forward, backward = (
+        _kernels_refusal(device, dtype, head_dim, value_head_dim, backward=backward)
+        for backward in (False, True)
+    )
+    served = f"backend: {_MODULES['cuda'] if forward is None else fallback.__name__}"
+    if (forward is None) != (backward is None):
+        served += f"; backward: {fallback.__name__}"
+    lines = [served, f"  - {name}, {_triton()}"]
+    reason = forward or backward
+    if reason is not None:
+        lines.append(f"  - not the kernels: {reason}")
+        lines.append(f"  - PyTorch's own attention serves {fallback.SERVES}; it refuses the rest")
+    return lines
+
+
+def _triton() -> str:
+    try:
+        import triton
+    except ImportError:
+        return "no Triton"
+    return f"Triton {triton.__version__}"
 
 
 def _refusals(

@@ -113,4 +113,7 @@ def seed_tensor(seed: int | Tensor, device: torch.device) -> Tensor:
         raise TypeError(f"seed must be an int or an int64 tensor of one element, got {seed!r}")
     if not -(2**63) <= seed < 2**64:
         raise ValueError(f"seed must fit in 64 bits, got {seed}")
-    return torch.tensor([seed - 2**64 if seed >= 2**63 else seed], dtype=torch.int64, device=device)
+    number = seed - 2**64 if seed >= 2**63 else seed
+    return torch.full(
+        (1,), number, dtype=torch.int64, device=device
+    )  # no copy, which would wait for the device

@@ -47,7 +47,7 @@ class AttentionProblem:
     alibi_slopes: Tensor | None = None  # compute dtype, (B or 1, Hq)
     sinks: Tensor | None = None  # compute dtype, (Hq,)
     dropout_p: float = 0.0
-    seed: int = 0  # 64-bit key of the Philox dropout mask
+    seed: int | Tensor = 0  # 64-bit key of the Philox dropout mask; int64 (1,) if it is on a device
     # Sequences with lengths of their own, B of them: what is said above of batch entries holds of sequences,
     # i, j, Sq and Sk count within each, and `first` and `last` of packed queries are (1, Tq or 1).
     query_starts: Tensor | None = None  # int64 (B + 1,): query is (1, Hq, Tq, D), the sequences packed

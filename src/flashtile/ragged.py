@@ -15,8 +15,10 @@ from flashtile.masks.arguments import shown_value, values_known
 from flashtile.problem import AttentionProblem
 
 
-def integer_tensor(name: str, values: object, dims: int, device: torch.device) -> Tensor:
-    """A tensor or nested list of integers as int64 with ``dims`` dimensions on ``device``."""
+def integer_tensor(
+    name: str, values: object, dims: int, device: torch.device, dtype: torch.dtype = torch.int64
+) -> Tensor:
+    """A tensor or nested list of integers with ``dims`` dimensions on ``device``."""
     if isinstance(values, Sequence) and not isinstance(values, str):
         try:
             values = torch.tensor(values, dtype=torch.int64 if len(values) == 0 else None)
@@ -28,12 +30,13 @@ def integer_tensor(name: str, values: object, dims: int, device: torch.device) -
         raise TypeError(f"{name} must have the dtype int32 or int64, got {values.dtype}")
     if values.dim() != dims:
         raise ValueError(f"{name} must have {dims} dimension(s), got shape {tuple(values.shape)}")
-    return values.to(device, torch.int64).contiguous()
+    return values.to(device, dtype).contiguous()
 
 
 def block_table_rows(block_table: object, batch: int, device: torch.device) -> Tensor:
-    """int64 (batch, P), the pages of each sequence."""
-    table = integer_tensor("block_table", block_table, 2, device)
+    """(batch, P), the pages of each sequence; int32 if they came so, which spares a GPU the conversions."""
+    given = isinstance(block_table, Tensor) and block_table.dtype == torch.int32
+    table = integer_tensor("block_table", block_table, 2, device, torch.int32 if given else torch.int64)
     if table.shape[0] != batch:
         raise ValueError(
             f"block_table must have one row per sequence, {batch}, got shape {tuple(table.shape)}"
@@ -43,6 +46,8 @@ def block_table_rows(block_table: object, batch: int, device: torch.device) -> T
 
 def page_numbers(block_table: Tensor) -> Tensor:
     """int32 and contiguous, as kernels read it; what int32 cannot hold stays a page that does not exist."""
+    if block_table.dtype == torch.int32:
+        return block_table
     return block_table.clamp(-1, 2**31 - 1).to(torch.int32).contiguous()
 
 

@@ -120,7 +120,7 @@ def backward(
         sinks=_allocate_small(problem.sinks, problem.query, wanted[5]),
     )
     if out.numel():
-        dispatch.backend(problem).backward(problem, out, lse, grad_out, grad_lse, gradients)
+        dispatch.backend(problem, backward=True).backward(problem, out, lse, grad_out, grad_lse, gradients)
     else:
         for gradient in vars(gradients).values():
             if gradient is not None:
@@ -171,7 +171,9 @@ def _problem(
 ) -> AttentionProblem:
     # The default is no number until here, where head_dim is one even if a compiled graph leaves it open.
     scale = default_scale(query) if scale is None else scale
-    number = 0 if seed is None else int(seed.item())
+    number: int | Tensor = 0
+    if seed is not None:
+        number = int(seed.item()) if seed.is_cpu else seed  # reading it elsewhere would wait for the device
     if block_table is not None:
         block_table = block_table.contiguous()  # a compiled graph may have laid it out anew
     problem = AttentionProblem(

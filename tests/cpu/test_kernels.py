@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from flashtile import cpu
 from flashtile.problem import AttentionProblem, Gradients, compute_dtype
+from tests.options import ALL_AT_ONCE, NAMES, pairs, problem_with
 from tests.oracle import (
     assert_close_to_oracle,
     random_gradients,
@@ -98,82 +98,11 @@ def test_heads_share_keys(dtype, heads, kv_heads, query_length):
     )
 
 
-def options(sizes: tuple[int, int, int, int], dtype: torch.dtype) -> dict[str, dict[str, Any]]:
-    """Fields of a problem that switch on one option each."""
-    batch, heads, queries, keys = sizes
-    generator = torch.Generator().manual_seed(7)
-    small = compute_dtype(dtype)
-
-    def integers(low: int, high: int, *shape: int) -> Tensor:
-        return torch.randint(low, high, shape, generator=generator, dtype=torch.int32)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, dtype=torch.float64)
-
-    def pattern(*shape: int) -> Tensor:
-        return torch.rand(shape, generator=generator) < 0.6
-
-    holes = pattern(1, heads, queries, keys)
-    holes[:, 0, 1] = False  # a row that sees nothing
-    first = integers(0, keys, batch, queries)
-    return {
-        "upper": {"upper": keys - queries - 2},
-        "lower": {"lower": keys - queries - 20},
-        "band": {"lower": keys - queries - 50, "upper": keys - queries + 3},
-        "far band": {"lower": keys - 2, "upper": 10**9},
-        "first": {"first": integers(-3, keys, batch, 1)},
-        "last": {"last": integers(0, keys + 9, 1, queries)},
-        "intervals": {"first": first, "last": first + integers(-5, keys, batch, queries)},
-        "mask": {"mask": holes},
-        "mask of keys": {"mask": pattern(batch, 1, 1, keys)},
-        "bias": {"bias": normal(batch, heads, queries, keys).to(dtype)},
-        "bias of keys": {"bias": normal(batch, 1, 1, keys).to(dtype)},
-        "bias with holes": {"bias": normal(1, heads, queries, keys).masked_fill(~holes, -math.inf).to(dtype)},
-        "low bias": {"bias": (normal(1, 1, queries, keys) - 60000.0).to(dtype)},
-        "softcap": {"softcap": 0.7},
-        "alibi": {"alibi_slopes": normal(batch, heads).abs().to(small) / 8},
-        "alibi for all": {"alibi_slopes": normal(1, heads).abs().to(small) / 8},
-        "sinks": {"sinks": normal(heads).to(small)},
-        "dropout": {"dropout_p": 0.3, "seed": -(2**62) - 12345678901},
-        "scale 0": {"scale": 0.0},
-        "negative scale": {"scale": -0.3},
-        "large scale": {"scale": 30.0},
-        "unequal head_dim": {"value_head_dim": 21},
-        "no sharing": {"kv_heads": heads},
-    }
-
-
-NAMES = list(options(SIZES["tiles"], torch.float32))
-
-
-def problem_with(size: str, dtype: torch.dtype, *chosen: str) -> AttentionProblem:
-    batch, heads, queries, keys = SIZES[size]
-    fields: dict[str, Any] = {"kv_heads": 2}
-    for name in chosen:
-        fields |= options(SIZES[size], dtype)[name]
-    generator = torch.Generator().manual_seed(11)
-    return random_problem(
-        batch=batch,
-        heads=heads,
-        query_length=queries,
-        key_length=keys,
-        dtype=dtype,
-        generator=generator,
-        **fields,
-    )
-
-
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("with_grad_lse", [False, True], ids=["plain", "grad_lse"])
 def test_option(dtype, size, name, with_grad_lse):
-    check(problem_with(size, dtype, name), with_grad_lse)
-
-
-def pairs() -> list[tuple[str, str]]:
-    """Pairs of options that do not set the same field."""
-    fields = {name: set(given) for name, given in options(SIZES["tiles"], torch.float32).items()}
-    return [(one, two) for one, two in itertools.combinations(NAMES, 2) if not fields[one] & fields[two]]
+    check(problem_with(SIZES[size], dtype, name), with_grad_lse)
 
 
 @pytest.mark.parametrize(("one", "two"), pairs())
@@ -181,14 +110,13 @@ def test_pair_of_options(one, two):
     # The dtypes take turns; tests/test_random.py draws both.
     turn = pairs().index((one, two))
     dtype = (torch.float32, torch.bfloat16, torch.float16, torch.float64)[turn % 4]
-    check(problem_with("tiles", dtype, one, two))
-    check(problem_with("decode", dtype, one, two))
+    check(problem_with(SIZES["tiles"], dtype, one, two))
+    check(problem_with(SIZES["decode"], dtype, one, two))
 
 
 @pytest.mark.parametrize("size", SIZES)
 def test_everything_at_once(dtype, size):
-    chosen = ("band", "intervals", "mask", "bias", "softcap", "alibi", "sinks", "dropout", "unequal head_dim")
-    check(problem_with(size, dtype, *chosen))
+    check(problem_with(SIZES[size], dtype, *ALL_AT_ONCE))
 
 
 @pytest.mark.parametrize("broadcast", list(itertools.product((True, False), repeat=4)))
@@ -322,7 +250,7 @@ def test_writes_its_outputs_and_nothing_beside(dtype, size, layout):
 
 
 def test_gradients_nobody_wants_are_not_needed(dtype):
-    problem = problem_with("tiles", dtype, "bias", "alibi", "sinks")
+    problem = problem_with(SIZES["tiles"], dtype, "bias", "alibi", "sinks")
     grad_out, grad_lse = random_gradients(problem)
     wanted = results_of_backend(cpu, problem, grad_out, grad_lse)
     gradients = Gradients(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from flashtile.bench.console import Progress, styled, table
 from flashtile.problem import AttentionProblem, compute_dtype
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+GPU_DTYPES = DTYPES[1:]  # those of the kernels
 Options = dict[str, Any]
 Inputs = tuple[Tensor, Tensor, Tensor]
 
@@ -27,7 +29,7 @@ def _attend_packed(inputs: Inputs, options: Options) -> tuple[Tensor, Tensor]:
     """One batch entry as packed sequences, as its documents are."""
     length = inputs[0].shape[2]
     first = options["mask"].resolve(1, length, length, torch.device("cpu")).first[0]
-    starts = torch.cat((torch.unique_consecutive(first), torch.tensor([length])))
+    starts = torch.cat((torch.unique_consecutive(first), torch.tensor([length]))).to(inputs[0].device)
     query, key, value = (tensor[0].transpose(0, 1) for tensor in inputs)
     out, lse = flashtile.attention_varlen(query, key, value, starts, return_lse=True)
     return out.transpose(0, 1)[None], lse[None]
@@ -105,7 +107,7 @@ def problem_of(trial: Trial, inputs: Inputs, options: Options) -> AttentionProbl
     mask = options.pop("mask", None)
     if mask is not None:
         lower, upper, first, last, dense = mask.resolve(
-            trial.batch, trial.query_length, trial.key_length, torch.device("cpu")
+            trial.batch, trial.query_length, trial.key_length, inputs[0].device
         )
         options |= {"lower": lower, "upper": upper, "first": first, "last": last, "mask": dense}
     if "alibi_slopes" in options:
@@ -113,12 +115,13 @@ def problem_of(trial: Trial, inputs: Inputs, options: Options) -> AttentionProbl
     return AttentionProblem(*inputs, scale=trial.head_dim**-0.5, **options)
 
 
-def _inputs(trial: Trial, dtype: torch.dtype) -> tuple[Inputs, Tensor]:
+def _inputs(trial: Trial, dtype: torch.dtype, device: torch.device) -> tuple[Inputs, Tensor]:
     query = torch.randn(trial.batch, trial.heads, trial.query_length, trial.head_dim)
     key = torch.randn(trial.batch, trial.kv_heads, trial.key_length, trial.head_dim)
     value = torch.randn(trial.batch, trial.kv_heads, trial.key_length, trial.value_head_dim)
     grad = torch.randn(trial.batch, trial.heads, trial.query_length, trial.value_head_dim)
-    return (query.to(dtype), key.to(dtype), value.to(dtype)), grad.to(dtype)
+    query, key, value, grad = (tensor.to(device, dtype) for tensor in (query, key, value, grad))
+    return (query, key, value), grad
 
 
 def _results(
@@ -133,11 +136,14 @@ def _results(
     return dict(zip(names, (out.detach(), lse.detach(), *gradients), strict=True))
 
 
-def judge(trial: Trial, dtype: torch.dtype) -> Verdict:
+def judge(trial: Trial, dtype: torch.dtype, device: torch.device | str = "cpu") -> Verdict:
     """Run one trial: an error may be twice that of standard attention in the same dtype, plus rounding."""
     torch.manual_seed(0)
-    inputs, grad = _inputs(trial, dtype)
-    options = trial.options(trial, dtype)
+    inputs, grad = _inputs(trial, dtype, torch.device(device))
+    options = {
+        name: option.to(device) if isinstance(option, Tensor) else option
+        for name, option in trial.options(trial, dtype).items()
+    }
     problem = problem_of(trial, inputs, options)
 
     def standard(cast: torch.dtype) -> dict[str, Tensor]:
@@ -151,12 +157,13 @@ def judge(trial: Trial, dtype: torch.dtype) -> Verdict:
         found = _results(lambda leaves: trial.attend(leaves, options), inputs, grad)
     except Exception as error:  # whatever goes wrong on a user's machine belongs in the table
         return Verdict(trial.name, name, float("inf"), 0.0, "call", f"{type(error).__name__}: {error}")
-    return _compare(trial.name, name, found, standard(torch.float64), standard(problem.query.dtype))
+    return compare(trial.name, name, found, standard(torch.float64), standard(problem.query.dtype))
 
 
-def _compare(
+def compare(
     trial: str, dtype: str, found: dict[str, Tensor], exact: dict[str, Tensor], standard: dict[str, Tensor]
 ) -> Verdict:
+    """The worst of what was ``found`` beside float64 and beside standard attention in the inputs' dtype."""
     verdicts = []
     for name, tensor in found.items():
         finite = exact[name].isfinite()
@@ -175,13 +182,23 @@ def _largest(numbers: Tensor) -> float:
     return numbers.abs().max().item() if numbers.numel() else 0.0
 
 
-def run(trials: tuple[Trial, ...] = TRIALS, dtypes: tuple[torch.dtype, ...] = DTYPES) -> Iterator[Verdict]:
+def run(
+    trials: tuple[Trial, ...] = TRIALS,
+    dtypes: tuple[torch.dtype, ...] = DTYPES,
+    device: torch.device | str = "cpu",
+) -> Iterator[Verdict]:
     """Judge every trial in every dtype, with a progress bar."""
     with Progress("checking", len(trials) * len(dtypes)) as progress:
         for trial in trials:
             for dtype in dtypes:
                 progress.step(f"{trial.name}, {dtype}")
-                yield judge(trial, dtype)
+                yield judge(trial, dtype, device)
+
+
+def as_dict(verdict: Verdict) -> dict[str, Any]:
+    """For JSON, which has no infinity: that is the error of a call that failed."""
+    error = verdict.error if math.isfinite(verdict.error) else None
+    return {**asdict(verdict), "error": error, "passed": verdict.passed}
 
 
 def report(verdicts: list[Verdict]) -> str:

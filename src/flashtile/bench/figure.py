@@ -53,11 +53,15 @@ def grouped_bars(
 def draw_peaks(axes: Axes, measured: Mapping[str, float | None]) -> None:
     """Dashed lines where the machine's arithmetic ends."""
     for name, title in (("fma_gflops", "FMA peak"), ("bf16_dot_gflops", "bf16 dot peak")):
-        peak = measured.get(name)
-        if peak:
-            axes.axhline(peak, color="#57606a", linewidth=0.8, linestyle="--")
-            place = ("axes fraction", "data")
-            axes.annotate(title, (0.002, peak), xycoords=place, fontsize=8, ha="left", va="bottom")
+        draw_peak(axes, measured.get(name), title)
+
+
+def draw_peak(axes: Axes, peak: float | None, title: str) -> None:
+    """A dashed line at what a machine can do at most, if that is known."""
+    if peak:
+        axes.axhline(peak, color="#57606a", linewidth=0.8, linestyle="--")
+        place = ("axes fraction", "data")
+        axes.annotate(title, (0.002, peak), xycoords=place, fontsize=8, ha="left", va="bottom")
 
 
 def draw_memory(axes: Axes, measured: Mapping[str, list[dict[str, Any]]], look: Look = LOOK) -> None:

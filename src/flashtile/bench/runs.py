@@ -28,11 +28,11 @@ def torch_attention(case: Case) -> Attention:
     )
 
 
-def standard_attention(case: Case) -> Attention:
+def standard_attention(case: Case, device: torch.device | str = "cpu") -> Attention:
     """Three lines with a matrix of scores; the heads of a group are rows of one product."""
     hidden = None
     if case.causal:
-        hidden = torch.ones(case.query_length, case.keys, dtype=torch.bool).triu(1)
+        hidden = torch.ones(case.query_length, case.keys, dtype=torch.bool, device=device).triu(1)
         hidden = hidden.repeat(case.groups, 1)
 
     def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:

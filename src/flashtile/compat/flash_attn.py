@@ -25,7 +25,8 @@ Signatures are flash-attn 2's; two keyword-only arguments come from flash-attn 4
 
 Differences from flash-attn 2:
 
-- CPU tensors; float32 and float64 too; any head_dim; values may have a head_dim of their own; batch 0.
+- CPU tensors, too; float32 and float64; any head_dim (on a GPU up to 512, 256 with gradients); values may
+  have a head_dim of their own; batch 0.
 - The LSE of a row without keys is -inf, not +inf, and has its true value under ``causal`` with
   ``alibi_slopes``, where flash-attn's is off by a constant of the row. It and the slopes have gradients.
 - ``S_dmask`` is there without dropout too, has the sizes of the problem, and is right.

@@ -1,6 +1,7 @@
 """The CPU engine: exact attention, forward and backward, as Numba kernels over SIMD values."""
 
-from . import cache
+from flashtile.cache_folder import folder
+
 from .engine import backward, forward
 from .kinds import TARGET
 
@@ -14,5 +15,5 @@ def describe() -> dict[str, str]:
     return {
         "instruction set": TARGET.name,
         "lanes": str(TARGET.lanes),
-        "cache folder": str(cache.folder() or "none is writable: kernels are compiled in every process"),
+        "cache folder": str(folder() or "none is writable: kernels are compiled in every process"),
     }

@@ -1,9 +1,9 @@
-"""Flashtile behind ``torch.nn.functional.scaled_dot_product_attention`` on CPU; no model needs a change.
+"""Flashtile behind ``torch.nn.functional.scaled_dot_product_attention``; no model needs a change.
 
-``activate()`` replaces PyTorch's CPU flash kernel and its backward in the dispatcher, through PyTorch's
-registry of attention providers where it has one, and serves the eager calls that PyTorch would send to its
-quadratic path (dropout, Ev != E, a mask that needs a gradient, 3-D inputs). ``deactivate()`` puts PyTorch's
-own kernels back.
+``activate()`` replaces PyTorch's flash kernels and their backward in the dispatcher, through PyTorch's
+registry of attention providers where it has one: the CPU's, and where there are kernels for it the GPU's
+(sdpa_cuda.py). On CPU it also serves the eager calls that PyTorch would send to its quadratic path (dropout,
+Ev != E, a mask that needs a gradient, 3-D inputs). ``deactivate()`` puts PyTorch's own kernels back.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from torch.nn.attention import SDPBackend
 from flashtile import dispatch
 from flashtile.arguments import inputs_agree
 from flashtile.attention import attention
+from flashtile.integrations import sdpa_cuda
 from flashtile.masks import Mask, causal
 from flashtile.problem import AttentionProblem, Gradients, compute_dtype, default_scale
 
@@ -36,7 +37,11 @@ _TOP_LEFT = causal(alignment="top-left")
 
 
 def activate() -> None:
-    """Serve ``scaled_dot_product_attention`` on CPU from now on, in every thread; once is enough."""
+    """Serve ``scaled_dot_product_attention`` from now on, in every thread; once is enough.
+
+    On CPU every call; on GPUs those that PyTorch sends to its flash kernel, where Triton is installed and no
+    other provider is active.
+    """
     global _before_blocks
     with _lock:
         _before_blocks = True
@@ -73,7 +78,7 @@ def activated() -> Iterator[None]:
 
 
 def is_active() -> bool:
-    """Whether ``scaled_dot_product_attention`` on CPU is served by flashtile at this moment."""
+    """Whether ``scaled_dot_product_attention`` is served by flashtile at this moment."""
     return _handle is not None
 
 
@@ -96,8 +101,10 @@ _before_blocks = False  # whether the kernels stay after the last block
 
 
 def _turn_on() -> None:
-    if _registry is None or _registry.current_flash_attention_impl() is not None:
-        _register()  # another provider, for another device, stays active
+    if _registry is None:
+        _register()
+    elif _registry.current_flash_attention_impl() is not None:
+        _register(gpu=False)  # another provider, whose device that is, stays active
     else:
         _registry.activate_flash_attention_impl(NAME)
 
@@ -109,7 +116,7 @@ def _turn_off() -> None:
         _handle.remove()
 
 
-def _register() -> _Handle:
+def _register(*, gpu: bool = True) -> _Handle:
     global _handle
     with _lock:
         if _handle is None:
@@ -120,6 +127,8 @@ def _register() -> _Handle:
                 library.impl(f"{_FLASH}_backward", _flash_backward, "CPU")
                 for key in ("CPU", "AutogradCPU"):
                     library.impl("scaled_dot_product_attention", _scaled_dot_product_attention, key)
+                if gpu:
+                    sdpa_cuda.register(library)
             _handle = _Handle(library)
         return _handle
 
@@ -234,7 +243,8 @@ def _flash_backward(
     grad_query, grad_key, grad_value = (_stored_by_length(tensor, dtype) for tensor in (query, key, value))
     if out.numel():
         gradients = Gradients(grad_query, grad_key, grad_value, bias=None, alibi_slopes=None, sinks=None)
-        dispatch.backend(problem).backward(problem, wide_out, logsumexp, wide_grad, None, gradients)
+        backend = dispatch.backend(problem, backward=True)
+        backend.backward(problem, wide_out, logsumexp, wide_grad, None, gradients)
     else:
         for gradient in (grad_query, grad_key, grad_value):
             gradient.zero_()

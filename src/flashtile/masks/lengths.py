@@ -110,11 +110,11 @@ class Cached(Uniform):
         self, batch: int, query_length: int, key_length: int, key_lengths: Tensor, device: torch.device
     ) -> None:
         super().__init__(batch, query_length, key_length, device)
-        self._limit = key_lengths.to(torch.int32)[:, None]
+        self._key_lengths = key_lengths
 
     @property
     def limit(self) -> Tensor:  # type: ignore[override]
-        return self._limit
+        return self._key_lengths.to(torch.int32)[:, None]
 
     @property
     def most(self) -> int:
@@ -123,7 +123,7 @@ class Cached(Uniform):
 
     def diagonal(self, alignment: Alignment | None, name: str) -> Tensor | int:  # type: ignore[override]
         # Where a query stands is known here, so that a mask need not say it.
-        return 0 if alignment == "top-left" else self._limit - self.query_length
+        return 0 if alignment == "top-left" else self.limit - self.query_length
 
 
 class Packed(Lengths):

@@ -1,0 +1,208 @@
+"""The kernels compiled for GPUs that are not here, and what came of it.
+
+A driver that only names an architecture lets the engine's own host code compile what it would launch.
+`python -m tests.gpu.compiling ARCHITECTURE CASE...` does so in a process of its own and prints a line of JSON
+for every case; a case is spelled KERNEL:DTYPE:HEAD_DIM:FEATURES.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from flashtile.gpu.target import Target
+from flashtile.problem import AttentionProblem
+from tests.oracle import random_problem
+
+_KIB = 1024
+TARGETS = {
+    target.name: target
+    for target in (
+        Target("sm75", 64 * _KIB, 32, 40),
+        Target("sm80", 163 * _KIB, 32, 108),
+        Target("sm86", 99 * _KIB, 32, 84),
+        Target("sm89", 99 * _KIB, 32, 128),
+        Target("sm90", 227 * _KIB, 32, 132),
+        Target("sm100", 227 * _KIB, 32, 148),
+        Target("sm120", 99 * _KIB, 32, 170),
+        Target("gfx90a", 64 * _KIB, 64, 104),
+        Target("gfx942", 64 * _KIB, 64, 304),
+        Target("gfx1100", 64 * _KIB, 32, 96),
+    )
+}
+
+
+class Case(NamedTuple):
+    """One call of the engine."""
+
+    kernel: str
+    dtype: str
+    head_dim: int
+    features: str
+
+    def __str__(self) -> str:
+        return ":".join(map(str, self))
+
+    @classmethod
+    def parse(cls, text: str) -> Case:
+        kernel, dtype, head_dim, features = text.split(":")
+        return cls(kernel, dtype, int(head_dim), features)
+
+
+class Compiled(NamedTuple):
+    """One kernel that a call launches."""
+
+    kernel: str
+    registers: int
+    spilled: int  # bytes, or registers on AMD
+    shared: int  # bytes
+    products: dict[str, int]  # tensor-core instructions by name
+
+
+def _everything(queries: int, keys: int, dtype: torch.dtype) -> dict[str, Any]:
+    """Every option that can be switched on."""
+    rows = torch.zeros(2, queries, dtype=torch.int32)
+    return {
+        "mask": torch.ones(2, 1, queries, keys, dtype=torch.bool), "softcap": 30.0, "lower": -100, "upper": 7,
+        "first": rows, "last": rows, "bias": torch.zeros(2, 4, queries, keys, dtype=dtype),
+        "alibi_slopes": torch.ones(2, 4), "sinks": torch.ones(4), "dropout_p": 0.1, "seed": torch.tensor([1]),
+    }  # fmt: skip
+
+
+FEATURES: dict[str, Callable[[int, int, torch.dtype], dict[str, Any]]] = {
+    "plain": lambda *_: {},
+    "causal": lambda *_: {"upper": 0},
+    "bias": lambda queries, keys, dtype: {"bias": torch.zeros(2, 4, queries, keys, dtype=dtype)},
+    "everything": _everything,
+}
+
+
+def _forward(problem: AttentionProblem) -> None:
+    from flashtile.gpu import engine
+
+    rows = problem.query.shape[:3]
+    engine.forward(problem, problem.query.new_empty(*rows, problem.value.shape[3]), torch.empty(rows))
+
+
+class Kernel(NamedTuple):
+    """Queries and keys of a sequence, and what is called."""
+
+    queries: int
+    keys: int
+    call: Callable[[AttentionProblem], None]
+
+
+KERNELS = {
+    "forward": Kernel(256, 512, _forward),
+    "decode": Kernel(2, 4096, _forward),
+    "single": Kernel(1, 1, _forward),  # Triton makes a constant of every 1
+}
+# Kernels that multiply no tiles.
+WITHOUT_PRODUCTS = {"merge_splits"}
+
+
+def problem_of(case: Case) -> AttentionProblem:
+    """Grouped heads, sizes that are multiples of 16."""
+    queries, keys, _ = KERNELS[case.kernel]
+    dtype = getattr(torch, case.dtype)
+    batch, heads = (1, 1) if case.kernel == "single" else (2, 4)
+    problem = random_problem(
+        batch=batch, heads=heads, kv_heads=min(heads, 2), query_length=queries, key_length=keys,
+        head_dim=case.head_dim, dtype=dtype, **FEATURES[case.features](queries, keys, dtype),
+    )  # fmt: skip
+    return problem
+
+
+def compile_case(case: Case) -> list[Compiled]:
+    """What the kernels that this call would launch compile to; `pretend` was called before."""
+    _caught.clear()
+    KERNELS[case.kernel].call(problem_of(case))
+    return [_inspect(kernel) for kernel in _caught]
+
+
+_caught: list[Any] = []
+
+
+def pretend(target: Target) -> None:
+    """From now on launches compile for this target, and launch nothing."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime.jit import JITFunction
+
+    nvidia = target.name.startswith("sm")
+    there = GPUTarget(
+        "cuda" if nvidia else "hip", int(target.name[2:]) if nvidia else target.name, target.warp_size
+    )
+
+    class Driver:
+        """As much of a driver as compiling needs."""
+
+        launcher_cls = staticmethod(lambda *_: None)
+        get_current_target = staticmethod(lambda: there)
+        get_current_device = staticmethod(lambda: 0)
+        get_current_stream = staticmethod(lambda device: 0)
+        is_active = staticmethod(lambda: True)
+        map_python_to_cpp_type = staticmethod(lambda name: name)
+
+    run = JITFunction.run
+
+    def compile_only(self: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        _caught.append(run(self, *arguments, grid=grid, warmup=True, **options))
+
+    triton.runtime.driver.set_active(Driver())
+    JITFunction.run = compile_only
+    from flashtile.gpu import engine
+
+    engine.target_of = lambda device: target  # type: ignore[attr-defined]
+
+
+_PRODUCTS = ("wgmma.mma_async", "mma.sync", "tcgen05.mma", "v_mfma", "v_wmma")
+
+
+def _inspect(kernel: Any) -> Compiled:
+    text = kernel.asm.get("ptx") or kernel.asm["amdgcn"]
+    products = {name: found for name in _PRODUCTS if (found := len(re.findall(rf"^\s*{name}", text, re.M)))}
+    if "cubin" in kernel.asm:
+        registers, spilled = _resources(kernel.asm["cubin"])
+    else:
+        registers = int(re.search(r"\.vgpr_count:\s*(\d+)", text)[1])  # type: ignore[index]
+        spilled = int(re.search(r"\.vgpr_spill_count:\s*(\d+)", text)[1])  # type: ignore[index]
+    return Compiled(kernel.metadata.name, registers, spilled, kernel.metadata.shared, products)
+
+
+def _resources(cubin: bytes) -> tuple[int, int]:
+    """Registers of a thread, and bytes of its stack: where registers are spilled to."""
+    import triton.backends.nvidia as nvidia
+
+    program = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        said = subprocess.run(
+            [program, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
+    registers, stack = (int(re.search(rf"{name}:(\d+)", said)[1]) for name in ("REG", "STACK"))  # type: ignore[index]
+    return registers, stack
+
+
+def main(architecture: str, *cases: str) -> None:
+    pretend(TARGETS[architecture])
+    for case in cases:
+        try:
+            kernels, error = [found._asdict() for found in compile_case(Case.parse(case))], None
+        except Exception:
+            kernels, error = [], traceback.format_exc()
+        print(json.dumps({"case": case, "kernels": kernels, "error": error}), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

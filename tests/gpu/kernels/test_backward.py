@@ -1,0 +1,372 @@
+"""The backward kernels against the float64 oracle: every gradient, written over NaN."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from flashtile import masks
+from flashtile.problem import AttentionProblem, Gradients, compute_dtype
+from flashtile.reference import sequence
+from tests.conftest import dtype_name
+from tests.gpu.running import DTYPES, engine, moved, on_device, results
+from tests.nonfinite import MASKS, check_infinity, check_nan, masked_problem
+from tests.options import ALL_AT_ONCE, NAMES, problem_with
+from tests.oracle import (
+    assert_close_by_sequence,
+    assert_close_to_oracle,
+    largest_error,
+    random_gradients,
+    random_problem,
+    results_by_autograd,
+    rounding_floors,
+    standard_errors,
+)
+from tests.packing import packed, packed_problem
+from tests.strategies import LAYOUTS, lay_out
+
+each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
+# batch, query heads, query length, key length
+SIZES = (2, 4, 40, 100)
+
+
+def check(problem: AttentionProblem, grad_out: Tensor | None = None, grad_lse: Tensor | None = None) -> None:
+    """The gradients by the oracle; random `grad_out` and `grad_lse` unless one is given."""
+    if grad_out is None:
+        grad_out, grad_lse = random_gradients(problem, torch.Generator().manual_seed(13))
+    assert_close_to_oracle(results(problem, grad_out, grad_lse), problem, grad_out, grad_lse)
+
+
+@each_dtype
+@pytest.mark.parametrize("causal", [False, True], ids=["", "causal"])
+@pytest.mark.parametrize(
+    ("query_length", "key_length"),
+    [(1, 1), (3, 1), (1, 3), (63, 65), (65, 63), (65, 1), (127, 127), (127, 3), (129, 200)],
+)
+def test_lengths(dtype, query_length, key_length, causal):
+    check(
+        random_problem(
+            batch=1, heads=2, kv_heads=1, query_length=query_length, key_length=key_length, dtype=dtype,
+            mask=masks.causal(alignment="bottom-right") if causal else None,
+        )
+    )  # fmt: skip
+
+
+@each_dtype
+@pytest.mark.parametrize(
+    ("head_dim", "value_head_dim"),
+    [(1, 1), (16, 16), (20, 20), (64, 64), (80, 80), (128, 128), (1, 64), (64, 1), (33, 80), (130, 16)],
+)
+def test_head_dims(dtype, head_dim, value_head_dim):
+    check(
+        random_problem(
+            batch=1, heads=1, kv_heads=1, query_length=70, key_length=45, head_dim=head_dim,
+            value_head_dim=value_head_dim, dtype=dtype,
+        )
+    )  # fmt: skip
+
+
+@each_dtype
+@pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (3, 3), (3, 1), (6, 2)])
+def test_heads_share_keys(dtype, heads, kv_heads):
+    check(random_problem(heads=heads, kv_heads=kv_heads, query_length=66, key_length=19, dtype=dtype))
+
+
+@each_dtype
+@pytest.mark.parametrize("name", NAMES)
+def test_option(dtype, name):
+    check(problem_with(SIZES, dtype, name))
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        ("band", "alibi"), ("band", "dropout"), ("intervals", "alibi"), ("intervals", "bias of keys"),
+        ("softcap", "alibi"), ("softcap", "negative scale"), ("bias with holes", "dropout"),
+        ("mask", "bias of keys"), ("dropout", "sinks"), ("first", "unequal head_dim"),
+    ],
+    ids=" and ".join,
+)  # fmt: skip
+def test_options_together(chosen):
+    check(problem_with((1, 2, 68, 70), DTYPES[0], *chosen))
+
+
+@each_dtype
+def test_everything_at_once(dtype):
+    check(problem_with(SIZES, dtype, *ALL_AT_ONCE))
+
+
+@pytest.mark.parametrize("broadcast", list(itertools.product((True, False), repeat=4)))
+def test_bias_broadcasts(broadcast):
+    batch, heads, queries, keys = sizes = (2, 2, 66, 37)
+    shape = tuple(1 if one else n for one, n in zip(broadcast, sizes, strict=True))
+    check(
+        random_problem(
+            batch=batch, heads=heads, query_length=queries, key_length=keys, random_bias=shape,
+            mask=masks.causal(alignment="bottom-right"), kv_heads=1,
+        )
+    )  # fmt: skip
+
+
+@each_dtype
+@pytest.mark.parametrize("layout", [*LAYOUTS, "all heads and rows the same"])
+def test_layouts(dtype, layout):
+    batch, heads, queries, keys = SIZES
+    problem = random_problem(
+        batch=batch, heads=heads, query_length=queries, key_length=keys, head_dim=32, dtype=dtype,
+        random_bias=(batch, heads, queries, keys),
+    )  # fmt: skip
+    grad_out, grad_lse = random_gradients(problem)
+
+    def laid_out(tensor: Tensor) -> Tensor:
+        return lay_out(tensor, layout) if layout in LAYOUTS else tensor[:, :1, :1].expand(tensor.shape)
+
+    for name in ("query", "key", "value", "bias"):
+        setattr(problem, name, laid_out(getattr(problem, name)))
+    check(problem, laid_out(grad_out), laid_out(grad_lse[..., None])[..., 0])
+
+
+@each_dtype
+def test_one_number_as_grad_out(dtype):
+    """What the gradient of a sum is: a single number, every stride 0."""
+    problem = random_problem(query_length=70, dtype=dtype)
+    one = torch.ones((), dtype=dtype)
+    check(problem, one.expand(2, 4, 70, 16), torch.ones(()).expand(2, 4, 70))
+    check(problem, one.expand(2, 4, 70, 16))
+
+
+def gradients_of(problem: AttentionProblem, layout: str = "plain", **fields: Tensor | None) -> Gradients:
+    """Gradients on the device full of NaN, in some layout; `fields` may be None instead."""
+    small = compute_dtype(problem.query.dtype)
+
+    def poisoned(name: str, dtype: torch.dtype) -> Tensor | None:
+        tensor = getattr(problem, name)
+        if tensor is None or name in fields:
+            return None
+        tensor = torch.full(tensor.shape, math.nan, dtype=dtype)
+        return moved(lay_out(tensor, layout) if tensor.dim() == 4 else tensor)
+
+    inputs = {name: poisoned(name, problem.query.dtype) for name in ("query", "key", "value")}
+    return Gradients(**inputs, **{name: poisoned(name, small) for name in ("bias", "alibi_slopes", "sinks")})
+
+
+def backward(problem: AttentionProblem, gradients: Gradients) -> dict[str, Tensor]:
+    """The results of one call, whose backward pass writes into `gradients`."""
+    upstream = random_gradients(problem, torch.Generator().manual_seed(13))
+    found = results(problem, *upstream)
+    saved = moved(found["out"]), moved(found["lse"])
+    engine.backward(on_device(problem), *saved, *(moved(tensor) for tensor in upstream), gradients)
+    return found
+
+
+@pytest.mark.parametrize("layout", ["strided", "transposed"])
+def test_writes_its_gradients_and_nothing_beside(layout):
+    problem = random_problem(batch=1, query_length=70, key_length=40, head_dim=19, random_bias=(1, 4, 70, 40))
+    gradients = gradients_of(problem, layout)
+    expected = backward(problem, gradients)
+    for name in ("query", "key", "value", "bias"):
+        view = getattr(gradients, name)
+        assert torch.equal(view.cpu(), expected[f"grad_{name}"]), name
+        view.fill_(math.nan)
+        assert torch.isnan(torch.empty(0).to(view).set_(view.untyped_storage())).all(), name
+
+
+def test_gradients_that_nobody_wants():
+    problem = random_problem(
+        query_length=70, key_length=40, random_bias=(1, 4, 70, 40), random_alibi=True, random_sinks=True
+    )
+    gradients = gradients_of(problem, bias=None, alibi_slopes=None, sinks=None)
+    expected = backward(problem, gradients)
+    for name in ("query", "key", "value"):
+        assert torch.equal(getattr(gradients, name).cpu(), expected[f"grad_{name}"])
+
+
+@each_dtype
+@pytest.mark.parametrize(("query_length", "key_length"), [(70, 0), (3, 0), (0, 70)])
+def test_nothing_on_one_side(dtype, query_length, key_length):
+    check(
+        random_problem(
+            query_length=query_length, key_length=key_length, dtype=dtype, random_sinks=True,
+            random_alibi=True, random_bias=(1, 4, query_length, key_length),
+        )
+    )  # fmt: skip
+
+
+def test_sinks_that_are_infinite():
+    sinks = torch.tensor([-math.inf, 3.0, -math.inf, 0.0])
+    check(random_problem(query_length=40, sinks=sinks, upper=-2))
+
+
+@each_dtype
+def test_large_scores(dtype):
+    """Probabilities that are recomputed from a LSE of thousands."""
+    problem = random_problem(batch=1, query_length=40, key_length=200, head_dim=8, dtype=dtype, scale=1.0)
+    problem.query[:, :, ::3] *= 40
+    problem.key *= 20
+    check(problem)
+
+
+@pytest.mark.parametrize("with_sinks", [False, True])
+@pytest.mark.parametrize("low", [-1e10, -3e4])
+def test_rows_whose_lse_cannot_tell_their_keys(low, with_sinks):
+    """A low bias on every key of some rows: in float32 their LSE is that of one key."""
+    bias = torch.zeros(1, 1, 70, 1)
+    bias[:, :, 5:40] = low
+    bias = bias.repeat(1, 1, 1, 200)
+    bias[:, :, 20:30, ::2] = 0.0
+    problem = random_problem(query_length=70, key_length=200, bias=bias, random_sinks=with_sinks)
+    if with_sinks:
+        problem.sinks += low
+    check(problem)
+
+
+def test_a_large_lse_in_one_sequence_leaves_the_others_alone():
+    problem = random_problem(query_length=70, key_length=200, random_bias=(2, 1, 1, 200))
+    upstream = random_gradients(problem)
+    expected = results(problem, *upstream)
+    problem.bias[0] -= 1e10
+    found = results(problem, *upstream)
+    for name in ("grad_query", "grad_key", "grad_value", "grad_bias"):
+        assert torch.equal(found[name][1], expected[name][1]), name
+        assert not torch.equal(found[name][0], expected[name][0]), name
+
+
+@each_dtype
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("with_bias", [False, True], ids=["", "bias given"])
+def test_nan_reaches_what_sees_it(dtype, mask, with_bias):
+    check_nan(results, masked_problem(40, 70, dtype, mask, with_bias))
+
+
+@each_dtype
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("value", [math.inf, -math.inf])
+def test_infinity_reaches_what_sees_it(dtype, mask, value):
+    check_infinity(results, masked_problem(40, 70, dtype, mask), value)
+
+
+@each_dtype
+@pytest.mark.parametrize("name", ["query", "key", "value", "grad_out"])
+@pytest.mark.parametrize("chosen", [(), ("band",), ("mask", "dropout")], ids=str)
+def test_nan_by_the_oracle(dtype, name, chosen):
+    problem = problem_with((1, 4, 40, 70), dtype, *chosen)
+    grad_out, grad_lse = random_gradients(problem)
+    (grad_out if name == "grad_out" else getattr(problem, name))[0, 1, 33, 5] = math.nan
+    check(problem, grad_out, grad_lse)
+
+
+def test_rows_hidden_from_nan_everywhere():
+    problem = random_problem(query_length=70, key_length=50, upper=-70, random_bias=(1, 1, 70, 50))
+    grad_out, grad_lse = random_gradients(problem)
+    for tensor in (problem.query, problem.key, problem.value, grad_out, grad_lse):
+        tensor.fill_(math.nan)
+    for name, tensor in results(problem, grad_out, grad_lse).items():
+        assert (tensor == (-math.inf if name == "lse" else 0)).all(), name
+
+
+# Few rows and many, nothing on either side.
+QUERIES = (5, 0, 70, 1, 33, 9)
+KEYS = (7, 3, 65, 0, 40, 90)
+LONGEST = (len(QUERIES), 4, max(QUERIES), max(KEYS))
+_DRAWN = torch.Generator().manual_seed(1)
+PACKED_OPTIONS = {
+    "plain": {},
+    "causal": {"mask": masks.causal(alignment="bottom-right")},
+    "window": {"mask": masks.window(20, 4, alignment="top-left")},
+    "softcap and scale": {"softcap": 3.0, "scale": -0.7},
+    "sinks": {"sinks": torch.tensor([0.3, -2.0, 4.0, 0.0])},
+    "slopes": {"alibi_slopes": torch.rand(LONGEST[:2], generator=_DRAWN)},
+    "slopes for all": {"alibi_slopes": torch.rand(1, 4, generator=_DRAWN)},
+    "bias": {"bias": torch.randn(1, *LONGEST[1:], generator=_DRAWN)},
+    "bias of each": {"bias": torch.randn(LONGEST, generator=_DRAWN)},
+    "bias of keys": {"bias": torch.randn(1, 4, 1, LONGEST[3], generator=_DRAWN)},
+    "bias beyond the longest": {"bias": torch.randn(1, 1, LONGEST[2] + 40, LONGEST[3] + 9, generator=_DRAWN)},
+    "dense": {"mask": torch.rand(LONGEST, generator=_DRAWN) < 0.7},
+}
+SMALL = ("bias", "alibi_slopes", "sinks")
+
+
+@each_dtype
+@pytest.mark.parametrize("options", PACKED_OPTIONS.values(), ids=PACKED_OPTIONS)
+def test_packed_sequences(dtype, options):
+    options = {name: value.to(dtype) if name == "bias" else value for name, value in options.items()}
+    mask = options.pop("mask", None)
+    if isinstance(mask, Tensor):
+        options["mask"], mask = mask, None
+    problem = packed_problem(*packed(QUERIES, KEYS, dtype=dtype, value_head_dim=24), mask, **options)
+    for tensor, end in ((problem.query, sum(QUERIES)), (problem.key, sum(KEYS)), (problem.value, sum(KEYS))):
+        tensor[:, :, end:] = math.nan  # behind the last sequence: nobody sees it
+    grad_out, grad_lse = random_gradients(problem)
+    found = results(problem, grad_out, grad_lse)
+    for name in ("grad_key", "grad_value"):
+        assert (found[name][:, :, sum(KEYS) :] == 0).all()
+    small = {name: found.pop(f"grad_{name}") for name in SMALL if f"grad_{name}" in found}
+    assert_close_by_sequence(found, problem, grad_out, grad_lse)
+    for name, gradient in small.items():
+        assert_close_to_sum(name, gradient, problem, grad_out, grad_lse)
+
+
+def assert_close_to_sum(
+    name: str, found: Tensor, problem: AttentionProblem, grad_out: Tensor, grad_lse: Tensor
+) -> None:
+    """A gradient to which every sequence adds, by the oracle's rule for each of them."""
+    expected, allowed = torch.zeros_like(found, dtype=torch.float64), 0.0
+    for index in range(problem.sequences):
+        own = sequence(problem, index)
+        rows = slice(*problem.query_starts[index : index + 2].tolist())
+        upstream = grad_out[:, :, rows], grad_lse[:, :, rows]
+        exact = results_by_autograd(own, *upstream, torch.float64)
+        part = exact[f"grad_{name}"]
+        place = tuple(slice(size) for size in part.shape)
+        if found.shape[0] > 1:
+            place = (slice(index, index + 1), *place[1:])
+        expected[place] += part
+        if part.numel():
+            allowed += 2 * standard_errors(own, *upstream, exact)[f"grad_{name}"]
+            allowed += rounding_floors(own, *upstream, exact)[f"grad_{name}"]
+    assert largest_error(found, expected) <= allowed
+    assert torch.isfinite(found).all()
+
+
+def test_packed_sequences_of_one_length_get_what_a_batch_gets():
+    """Dropout too, which numbers them."""
+    fields = {"dropout_p": 0.4, "seed": 99}
+    batched = random_problem(
+        batch=3, query_length=70, key_length=50, random_sinks=True, random_bias=(1, 1, 70, 50), **fields
+    )
+    batched.alibi_slopes = torch.rand(3, 4)
+    grad_out, grad_lse = random_gradients(batched)
+
+    def pack(tensor: Tensor) -> Tensor:
+        return tensor.transpose(0, 1).flatten(1, 2)[None]
+
+    inputs = {name: pack(getattr(batched, name)) for name in ("query", "key", "value")}
+    starts = {"query_starts": torch.arange(4) * 70, "key_starts": torch.arange(4) * 50}
+    one_by_one = dataclasses.replace(batched, **inputs, **starts)
+    expected = results(batched, grad_out, grad_lse)
+    found = results(one_by_one, pack(grad_out), pack(grad_lse))
+    for name in ("grad_query", "grad_key", "grad_value"):
+        assert torch.equal(found[name], pack(expected[name])), name
+    for name in ("grad_bias", "grad_alibi_slopes"):
+        assert torch.equal(found[name], expected[name]), name
+
+
+@each_dtype
+def test_bits_do_not_depend_on_the_batch(dtype):
+    problem = random_problem(
+        batch=5, query_length=80, key_length=130, random_sinks=True, dtype=dtype,
+        mask=masks.causal(alignment="bottom-right"),
+    )  # fmt: skip
+    upstream = random_gradients(problem)
+    together = results(problem, *upstream)
+    for b in (0, 3):
+        inputs = {name: getattr(problem, name)[b : b + 1] for name in ("query", "key", "value")}
+        own = dataclasses.replace(problem, **inputs)
+        alone = results(own, *(tensor[b : b + 1] for tensor in upstream))
+        for name in ("grad_query", "grad_key", "grad_value"):
+            assert torch.equal(alone[name][0], together[name][b]), name
