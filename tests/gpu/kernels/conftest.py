@@ -1,4 +1,4 @@
-"""These tests run on a GPU, or in a process whose kernels Triton interprets; elsewhere their files are skipped."""
+"""These tests run on a GPU, or in a process whose kernels Triton interprets; elsewhere they are skipped."""
 
 from __future__ import annotations
 

@@ -188,7 +188,9 @@ def test_writes_its_outputs_and_nothing_beside(layout):
 @pytest.mark.parametrize("outermost", ["heads", "columns"])
 def test_steps_beyond_int32(outermost):
     """Keys whose last element lies more than 2**31 elements behind the first."""
-    problem = random_problem(heads=2, kv_heads=2, query_length=66, key_length=34, head_dim=80, dtype=torch.half)
+    problem = random_problem(
+        heads=2, kv_heads=2, query_length=66, key_length=34, head_dim=80, dtype=torch.half
+    )
     batch, heads, length, dim = shape = problem.key.shape
     far = 2**31 + 64
     strides = (length * dim, far, dim, 1)
