@@ -71,8 +71,8 @@ def unsupported_reason(
     narrow = backward or target.shared_memory <= _LITTLE_MEMORY
     widest = WIDEST_BACKWARD if narrow else WIDEST_FORWARD
     if max(head_dim, value_dim) > widest:
-        direction, wider = "backward" if backward else "forward", max(head_dim, value_dim)
-        return f"head_dim {wider} is beyond {widest}, the widest that the {direction} pass holds on {target.name}"
+        tiles = f"{'backward' if backward else 'forward'} pass holds on {target.name}"
+        return f"head_dim {max(head_dim, value_dim)} is beyond {widest}, the widest that the {tiles}"
     return None
 
 
