@@ -7,6 +7,7 @@ import os
 import sys
 import tempfile
 import warnings
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -42,7 +43,9 @@ def _usable(path: Path) -> bool:
 def folder() -> Path | None:
     """Where compiled kernels are kept; None if nowhere can be: they are then compiled in each process."""
     chosen = os.environ.get("FLASHTILE_CACHE_DIR")
-    places = [lambda: Path(chosen).absolute()] if chosen else [_in_home, _in_temporary]
+    places: list[Callable[[], Path]] = [_in_home, _in_temporary]
+    if chosen:
+        places = [lambda: Path(chosen).absolute()]
     for place in places:
         # RuntimeError: a user without a home. OSError: read-only, full, or no temporary folder.
         with contextlib.suppress(OSError, RuntimeError):

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import traceback
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -63,7 +64,8 @@ class Compiled(NamedTuple):
 
     kernel: str
     registers: int
-    spilled: int  # bytes, or registers on AMD
+    stack: int  # bytes of a thread
+    spilled: int  # registers, on NVIDIA's devices those within a loop over tensor-core instructions
     shared: int  # bytes
     products: dict[str, int]  # tensor-core instructions by name
 
@@ -115,11 +117,10 @@ def problem_of(case: Case) -> AttentionProblem:
     queries, keys, _ = KERNELS[case.kernel]
     dtype = getattr(torch, case.dtype)
     batch, heads = (1, 1) if case.kernel == "single" else (2, 4)
-    problem = random_problem(
+    return random_problem(
         batch=batch, heads=heads, kv_heads=min(heads, 2), query_length=queries, key_length=keys,
         head_dim=case.head_dim, dtype=dtype, **FEATURES[case.features](queries, keys, dtype),
     )  # fmt: skip
-    return problem
 
 
 def compile_case(case: Case) -> list[Compiled]:
@@ -160,9 +161,10 @@ def pretend(target: Target) -> None:
 
     triton.runtime.driver.set_active(Driver())
     JITFunction.run = compile_only
-    from flashtile.gpu import engine
+    from flashtile.gpu import engine, engine_backward
 
-    engine.target_of = lambda device: target  # type: ignore[attr-defined]
+    for module in (engine, engine_backward):
+        module.target_of = lambda device: target
 
 
 _PRODUCTS = ("wgmma.mma_async", "mma.sync", "tcgen05.mma", "v_mfma", "v_wmma")
@@ -170,28 +172,52 @@ _PRODUCTS = ("wgmma.mma_async", "mma.sync", "tcgen05.mma", "v_mfma", "v_wmma")
 
 def _inspect(kernel: Any) -> Compiled:
     text = kernel.asm.get("ptx") or kernel.asm["amdgcn"]
-    products = {name: found for name in _PRODUCTS if (found := len(re.findall(rf"^\s*{name}", text, re.M)))}
+    names = re.findall(rf"^\s*(?:@!?%p\d+ )?({'|'.join(map(re.escape, _PRODUCTS))})", text, re.M)
+    products = dict(Counter(names))
     if "cubin" in kernel.asm:
-        registers, spilled = _resources(kernel.asm["cubin"])
+        registers, stack, spilled = _resources(kernel.asm["cubin"])
     else:
-        registers = int(re.search(r"\.vgpr_count:\s*(\d+)", text)[1])  # type: ignore[index]
-        spilled = int(re.search(r"\.vgpr_spill_count:\s*(\d+)", text)[1])  # type: ignore[index]
-    return Compiled(kernel.metadata.name, registers, spilled, kernel.metadata.shared, products)
+        registers, stack, spilled = (
+            int(re.search(rf"\.{name}:\s*(\d+)", text)[1])  # type: ignore[index]
+            for name in ("vgpr_count", "private_segment_fixed_size", "vgpr_spill_count")
+        )
+    return Compiled(kernel.metadata.name, registers, stack, spilled, kernel.metadata.shared, products)
 
 
-def _resources(cubin: bytes) -> tuple[int, int]:
-    """Registers of a thread, and bytes of its stack: where registers are spilled to."""
+def _resources(cubin: bytes) -> tuple[int, int, int]:
+    """Registers and stack of a thread, and how often its innermost loops with products move registers to it.
+
+    The path for NaN and infinity is a loop around others, so it does not count.
+    """
     import triton.backends.nvidia as nvidia
 
-    program = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
+    def said(program: str, *options: str) -> str:
+        command = [Path(nvidia.__file__).parent / "bin" / program, *options, file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        said = subprocess.run(
-            [program, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True
-        ).stdout
-    registers, stack = (int(re.search(rf"{name}:(\d+)", said)[1]) for name in ("REG", "STACK"))  # type: ignore[index]
-    return registers, stack
+        usage, code = said("cuobjdump", "--dump-resource-usage"), said("nvdisasm", "-c")
+    numbers = dict(re.findall(r"(\w+):(\d+)", usage))
+    hot = [loop for loop in innermost_loops(code) if _MMA.search(loop)]
+    spilled = sum(len(re.findall(r"\b(?:STL|LDL)\b", loop)) for loop in hot)
+    return int(numbers["REG"]), int(numbers["STACK"]), spilled
+
+
+_MMA = re.compile(r"\b(?:HG?MMA|UTC\w*MMA|OMMA|QG?MMA)\b")
+
+
+def innermost_loops(code: str) -> list[str]:
+    """The loops of disassembled code that hold no other, from a label to a branch back to it."""
+    labels = {match[1]: match.start() for match in re.finditer(r"^(\.L_x_\d+):", code, re.M)}
+    branches = re.finditer(r"\bBRA\b.*`\((\.L_x_\d+)\)", code)
+    spans = {(labels[match[1]], match.end()) for match in branches if labels[match[1]] < match.start()}
+    return [
+        code[start:end]
+        for start, end in sorted(spans)
+        if not any(start <= first and last <= end and (first, last) != (start, end) for first, last in spans)
+    ]
 
 
 def main(architecture: str, *cases: str) -> None:

@@ -210,7 +210,7 @@ def _forward_tile(
     at = key_addresses(key, sequences, key_entry, key_first, kv_head, index, existing)
     k = load_tile(at, key.column, existing, HEAD_DIM, HEAD_WIDTH, MASKED)
     products = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-    seen, bias = existing[None, :], None
+    seen, bias = existing[None, :], 0.0
     if MASKED:
         seen, bias = visible_entries(
             visible, terms, sequence, head[:, None], position[:, None], first[:, None], last[:, None],

@@ -207,7 +207,7 @@ def probabilities(
     across: tl.constexpr = 0 if TRANSPOSED else 1
     position, index = tl.expand_dims(rows.position, across), tl.expand_dims(columns.index, 1 - across)
     products = _product(rows.q, columns.k, TRANSPOSED, PRECISION)
-    seen, bias = tl.expand_dims(columns.existing, 1 - across), None
+    seen, bias = tl.expand_dims(columns.existing, 1 - across), 0.0
     if MASKED:
         first, last = tl.expand_dims(rows.first, across), tl.expand_dims(rows.last, across)
         seen, bias = visible_entries(visible, terms, place.sequence, place.head, position, first, last, index)

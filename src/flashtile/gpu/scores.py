@@ -107,12 +107,12 @@ def visible_entries(
     """Which entries of a tile are visible: in the spans, allowed by the mask, and without a bias of -inf.
 
     head, position, first, last: (QUERIES, 1), index: (1, KEYS); or (1, QUERIES) and (KEYS, 1). The bias of
-    the visible entries comes along (None: there is none): it is read once.
+    the visible entries comes along, so that it is read once.
     """
     seen = (index >= first) & (index < last)
     if visible.mask is not None:
         seen = seen & (plane_tile(visible.mask, sequence, head, position, index, seen) != 0)
-    bias = None
+    bias = 0.0
     if terms.bias is not None:
         bias = plane_tile(terms.bias, sequence, head, position, index, seen).to(tl.float32)
         seen = seen & (bias != float("-inf"))
@@ -141,7 +141,7 @@ def tile_scores(
     else:
         capped = tanh(products * (terms.scale / terms.softcap))
         scores = capped * (terms.softcap * LOG2_E)
-    if bias is not None:
+    if terms.bias is not None:
         scores += bias * LOG2_E
     if terms.slopes is not None:
         slope = tl.load(terms.slopes.start + sequence * terms.slopes.batch + head * terms.slopes.head)

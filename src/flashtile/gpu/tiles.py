@@ -7,6 +7,7 @@ tests/gpu/test_compile.py holds the tables to that.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
 
 from .target import Target
@@ -21,17 +22,20 @@ class Tile(NamedTuple):
     stages: int
 
 
-# (queries, keys, warps, stages) by family and by the wider head_dim, padded, up to 64, 128, 256 and 512.
+# (queries, keys, warps, stages) of the forward pass for 16-bit inputs, by family of architectures and by the
+# wider head_dim: up to 64, 128, 256, 512.
 _WIDTHS = (64, 128, 256, 512)
-_HALF = {
-    "sm75": ((64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 2), (16, 32, 4, 1)),
+_FORWARD = {
     "sm80": ((128, 64, 4, 3), (128, 64, 8, 3), (64, 64, 8, 2), (32, 32, 8, 2)),
     "sm86": ((128, 64, 4, 3), (128, 32, 8, 2), (64, 32, 8, 2), (32, 16, 8, 2)),
-    "sm90": ((128, 128, 8, 3), (128, 64, 8, 3), (128, 64, 8, 2), (64, 32, 8, 2)),
-    "sm100": ((128, 128, 8, 3), (128, 64, 8, 3), (64, 64, 8, 2), (32, 32, 8, 2)),
+    "sm90": ((128, 128, 8, 3), (128, 128, 8, 2), (128, 64, 8, 2), (32, 32, 8, 2)),
+    "sm100": ((128, 64, 4, 3), (128, 64, 8, 3), (64, 64, 8, 2), (32, 32, 8, 2)),
     "gfx9": ((128, 64, 4, 1), (128, 64, 4, 1), (64, 32, 4, 1), (32, 16, 4, 1)),
-    "gfx11": ((64, 32, 4, 1), (32, 32, 4, 1), (16, 32, 4, 1), (16, 16, 4, 1)),
+    "gfx11": ((64, 32, 8, 1), (32, 32, 8, 1), (32, 16, 8, 1), (16, 16, 8, 1)),
 }
+# Without tensor cores (float32, whose products are exact, and sm75, for which Triton knows none) each thread
+# holds whole rows of both tiles.
+_FORWARD_WITHOUT = ((32, 32, 8, 2), (32, 16, 8, 2), (16, 16, 8, 2), (16, 16, 8, 1))
 _INTERPRETED = Tile(32, 32, 4, 1)
 _INTERPRETED_DECODE = Tile(16, 32, 4, 1)
 
@@ -41,18 +45,81 @@ def width_of(head_dim: int) -> int:
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
-def forward_tile(target: Target, itemsize: int, head_dim: int, value_dim: int) -> Tile:
-    """Tiles of the forward pass."""
+@cache
+def forward_tiles(
+    target: Target, itemsize: int, head_dim: int, value_dim: int, rich: bool
+) -> tuple[Tile, ...]:
+    """Tiles of the forward pass: the best as far as one can tell without a clock, then others worth trying.
+
+    rich: more than a product, a scale and intervals makes the scores; what it needs takes registers.
+    """
     if target.name == "interpreter":
-        return Tile(32, 32, 4, 1)
-    raise NotImplementedError(target)
+        return (_INTERPRETED,)
+    width = max(width_of(head_dim), width_of(value_dim))
+    table = _FORWARD_WITHOUT if _without_tensor_cores(target, itemsize) else _FORWARD[family_of(target)]
+    queries, keys, warps, stages = table[_row(width)]
+    if rich and keys * width > 64 * 64:
+        keys = max(16, keys // 2)
+    best = _fitting(Tile(queries, keys, warps, stages), itemsize, head_dim, value_dim, target.shared_memory)
+    others = (
+        best._replace(stages=stages + 1),
+        best._replace(keys=2 * keys),
+        best._replace(keys=max(16, keys // 2), stages=stages + 1),
+        best._replace(queries=max(16, queries // 2), warps=max(4, warps // 2)),
+    )
+    fitting = (
+        tile for tile in others if shared_bytes(tile, itemsize, head_dim, value_dim) <= target.shared_memory
+    )
+    return tuple(dict.fromkeys((best, *fitting)))
 
 
+@cache
 def decode_tile(target: Target, itemsize: int, head_dim: int, value_dim: int, rows: int) -> Tile:
-    """Tiles of decoding, for so many packed rows."""
+    """Tiles of decoding, for so many packed rows. Reading the keys is all that takes time: many stages."""
     if target.name == "interpreter":
-        return Tile(16, 32, 4, 1)
-    raise NotImplementedError(target)
+        return _INTERPRETED_DECODE
+    width = max(width_of(head_dim), width_of(value_dim))
+    if _without_tensor_cores(target, itemsize):
+        return _fitting(Tile(16, 16, 8, 2), itemsize, head_dim, value_dim, target.shared_memory // 2)
+    queries = min(64 if width <= 256 else 16, width_of(rows))
+    tile = Tile(queries, 64 if width <= 128 else 16, 8 if queries * width > 64 * 128 else 4, 3)
+    # Two blocks beside each other hide what one of them waits for.
+    return _fitting(tile, itemsize, head_dim, value_dim, target.shared_memory // 2)
+
+
+def _fitting(tile: Tile, itemsize: int, head_dim: int, value_dim: int, room: int) -> Tile:
+    """The tile with as many of its stages as there is room for."""
+    while tile.stages > 1 and shared_bytes(tile, itemsize, head_dim, value_dim) > room:
+        tile = tile._replace(stages=tile.stages - 1)
+    return tile
+
+
+def shared_bytes(tile: Tile, itemsize: int, head_dim: int, value_dim: int) -> int:
+    """About how much shared memory a tile takes: queries, and keys and values of every stage.
+
+    In a single stage the keys are done with when the values come.
+    """
+    widths = width_of(head_dim), width_of(value_dim)
+    columns = max(widths) if tile.stages == 1 else tile.stages * sum(widths)
+    return itemsize * (tile.queries * widths[0] + tile.keys * columns)
+
+
+def family_of(target: Target) -> str:
+    """Which row of the tables serves an architecture; newer ones by their shared memory."""
+    if target.name.startswith("gfx"):
+        return "gfx9" if target.name.startswith("gfx9") else "gfx11"
+    capability, large = int(target.name[2:]), target.shared_memory > 128 * 1024
+    if capability < 90 or not large:
+        return "sm80" if large else "sm86"
+    return "sm90" if capability < 100 else "sm100"
+
+
+def _without_tensor_cores(target: Target, itemsize: int) -> bool:
+    return itemsize == 4 or target.name == "sm75"
+
+
+def _row(width: int) -> int:
+    return next(row for row, widest in enumerate(_WIDTHS) if width <= widest)
 
 
 def key_gradient_tile(target: Target, itemsize: int, head_dim: int, value_dim: int) -> Tile:
