@@ -36,6 +36,27 @@ _FORWARD = {
 # Without tensor cores (float32, whose products are exact, and sm75, for which Triton knows none) each thread
 # holds whole rows of both tiles.
 _FORWARD_WITHOUT = ((32, 32, 8, 2), (32, 16, 8, 2), (16, 16, 8, 2), (16, 16, 8, 1))
+# Of the backward pass, up to 64, 128 and 256: for dK and dV, then for dQ.
+_KEY_GRADIENTS = {
+    "sm75": ((32, 32, 4, 1), (16, 32, 8, 1), (16, 16, 8, 1)),
+    "sm80": ((64, 128, 8, 2), (32, 128, 8, 2), (32, 64, 8, 1)),
+    "sm86": ((64, 128, 8, 2), (32, 128, 8, 2), (16, 64, 8, 1)),
+    "sm90": ((64, 128, 8, 3), (64, 128, 8, 2), (32, 64, 8, 2)),
+    "sm100": ((64, 128, 8, 2), (64, 128, 8, 2), (32, 64, 8, 2)),
+    "gfx9": ((64, 64, 4, 1), (32, 64, 4, 1), (16, 64, 4, 1)),
+    "gfx11": ((32, 32, 4, 1), (16, 32, 4, 1), (16, 16, 4, 1)),
+}
+_QUERY_GRADIENTS = {
+    "sm75": ((32, 32, 4, 1), (32, 16, 8, 1), (16, 16, 8, 1)),
+    "sm80": ((128, 64, 8, 2), (128, 32, 8, 2), (64, 32, 8, 1)),
+    "sm86": ((128, 64, 8, 2), (128, 32, 8, 2), (32, 32, 8, 1)),
+    "sm90": ((128, 64, 8, 3), (128, 64, 8, 2), (64, 32, 8, 2)),
+    "sm100": ((128, 64, 8, 2), (128, 64, 8, 2), (64, 32, 8, 2)),
+    "gfx9": ((64, 64, 4, 1), (64, 32, 4, 1), (64, 16, 4, 1)),
+    "gfx11": ((32, 32, 4, 1), (32, 16, 4, 1), (16, 16, 4, 1)),
+}
+_KEY_GRADIENTS_SINGLE = ((16, 32, 8, 1), (16, 32, 8, 1), (16, 16, 8, 1))
+_QUERY_GRADIENTS_SINGLE = ((32, 16, 8, 1), (32, 16, 8, 1), (16, 16, 8, 1))
 _INTERPRETED = Tile(32, 32, 4, 1)
 _INTERPRETED_DECODE = Tile(16, 32, 4, 1)
 
@@ -123,28 +144,37 @@ def _row(width: int) -> int:
 
 
 def key_gradient_tile(target: Target, itemsize: int, head_dim: int, value_dim: int) -> Tile:
-    """Tiles of dK and dV."""
+    """Tiles of dK and dV, whose sums stay in registers while the queries pass by."""
     if target.name == "interpreter":
         return Tile(16, 64, 4, 1)
-    raise NotImplementedError(target)
+    table = _KEY_GRADIENTS_SINGLE if itemsize == 4 else _KEY_GRADIENTS[_gradient_family(target)]
+    return Tile(*table[_row(max(width_of(head_dim), width_of(value_dim)))])
 
 
 def query_gradient_tile(target: Target, itemsize: int, head_dim: int, value_dim: int) -> Tile:
     """Tiles of dQ."""
     if target.name == "interpreter":
         return Tile(64, 16, 4, 1)
-    raise NotImplementedError(target)
+    table = _QUERY_GRADIENTS_SINGLE if itemsize == 4 else _QUERY_GRADIENTS[_gradient_family(target)]
+    return Tile(*table[_row(max(width_of(head_dim), width_of(value_dim)))])
+
+
+def _gradient_family(target: Target) -> str:
+    return target.name if target.name == "sm75" else family_of(target)
 
 
 def bias_gradient_tile(target: Target, itemsize: int, head_dim: int, value_dim: int) -> Tile:
     """Tiles of the bias gradient."""
-    if target.name == "interpreter":
-        return Tile(32, 32, 4, 1)
-    raise NotImplementedError(target)
+    return _small_tile(target, itemsize, head_dim, value_dim)
 
 
 def row_number_tile(target: Target, itemsize: int, head_dim: int, value_dim: int) -> Tile:
-    """Tiles of the preparation of the backward pass; the keys matter where a LSE is large."""
+    """Tiles of the preparation of the backward pass; their keys matter only where a LSE is large."""
+    return _small_tile(target, itemsize, head_dim, value_dim)
+
+
+def _small_tile(target: Target, itemsize: int, head_dim: int, value_dim: int) -> Tile:
     if target.name == "interpreter":
-        return Tile(32, 32, 4, 1)
-    raise NotImplementedError(target)
+        return _INTERPRETED
+    wide = max(width_of(head_dim), width_of(value_dim)) * itemsize > 256
+    return Tile(32, 32, 4, 1) if wide else Tile(64, 32, 4, 1)
