@@ -5,7 +5,7 @@ step. This is for understanding and predicting; `flashtile.attention` is what to
 prints the counts.
 """
 
-from flashtile.lab import theory
+from flashtile.lab import flash1, flash2, standard, theory
 from flashtile.lab.memory import Block, Counts, Memory
 from flashtile.lab.online import Step, blocked, elementwise, mean_of_blocks, steps
 from flashtile.lab.run import ALGORITHMS, Algorithm, Run, run
@@ -23,8 +23,11 @@ __all__ = [
     "Step",
     "blocked",
     "elementwise",
+    "flash1",
+    "flash2",
     "mean_of_blocks",
     "run",
+    "standard",
     "steps",
     "theory",
 ]

@@ -184,14 +184,14 @@ def _remarks(case: Case) -> str:
     ]
     if case.blocks is None:
         remarks.append(
-            "Its own have more rows and fewer columns: fewer bytes, more rescaling. --blocks compares on equal "
-            "ones."
+            "Its own have more rows and fewer columns: fewer bytes, more rescaling. --blocks compares on "
+            "equal ones."
         )
         most = max(case.counts(name).on_chip for name in ALGORITHMS)
         if most > case.sram:
             remarks.append(
-                f"A tile takes up to {_kib(most)}: the rule counts a block each of Q, K, V and O, and is right "
-                "up to a constant factor."
+                f"A tile takes up to {_kib(most)}: the rule counts a block each of Q, K, V and O, no scores "
+                "and no gradients."
             )
     return "\n".join(f"  {remark}" for remark in remarks)
 

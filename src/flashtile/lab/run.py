@@ -63,6 +63,9 @@ def run(
         dropout_p, seed: as in ``flashtile.attention``, whose mask this is.
         element_size: bytes of a number, for counting.
 
+    As in the papers a hidden score is -inf and its probability 0, which does not stop a NaN or infinity in
+    the value of a hidden key: unlike in ``flashtile.attention``, it reaches all rows of a tile.
+
     Raises:
         TypeError, ValueError: an argument of a wrong type or value.
     """

@@ -149,6 +149,8 @@ def tiles(shape: Shape, blocks: Blocks) -> Tiles:
         first, end = 0, column_blocks
         if shape.lower is not None:
             first = max(first, (start + shape.lower) // blocks.columns)
+            if start + shape.lower >= keys:  # perhaps within the last block, but behind its last key
+                continue
         if shape.upper is not None:
             end = min(end, (start + height - 1 + shape.upper) // blocks.columns + 1)
         if first >= end:
