@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import astuple, dataclass, replace
+from functools import lru_cache
 from typing import Literal
 
 from flashtile.lab.memory import Counts
@@ -135,6 +136,7 @@ def saved_by_flash2(shape: Shape, blocks: Blocks) -> int:
     return rows * (value_head_dim + 1) + (rows - shape.query_length) * (value_head_dim + 2)
 
 
+@lru_cache(maxsize=256)
 def tiles(shape: Shape, blocks: Blocks) -> Tiles:
     """The visited tiles: products without a mask, a sum over the blocks of queries with one."""
     queries, keys = shape.query_length, shape.key_length
@@ -148,9 +150,9 @@ def tiles(shape: Shape, blocks: Blocks) -> Tiles:
         height = min(blocks.rows, queries - start)
         first, end = 0, column_blocks
         if shape.lower is not None:
+            if start + shape.lower >= keys:  # may be within the last block, but behind the last key
+                break
             first = max(first, (start + shape.lower) // blocks.columns)
-            if start + shape.lower >= keys:  # perhaps within the last block, but behind its last key
-                continue
         if shape.upper is not None:
             end = min(end, (start + height - 1 + shape.upper) // blocks.columns + 1)
         if first >= end:

@@ -107,7 +107,7 @@ def text(traced: list[Traced]) -> str:
             f"{one.counted.other:,}",
             f"{one.counted.on_chip:,}",
             "equal" if one.counted == one.expected else "DIFFERS",
-            f"{one.error:.0e}",
+            f"{one.error:.0e}{'' if one.error <= one.allowed else ' WRONG'}",
         ]
         for one in traced
     ]
