@@ -14,7 +14,7 @@ import flashtile
 from flashtile import cli
 
 
-@pytest.mark.parametrize("command", ["info", "check", "bench", "demo"])
+@pytest.mark.parametrize("command", ["info", "check", "bench", "demo", "lab"])
 def test_help_has_examples(command, capsys):
     with pytest.raises(SystemExit) as stop:
         cli.main([command, "--help"])
@@ -37,6 +37,24 @@ def test_help_has_examples(command, capsys):
         (["info", "--heads", "many"], "expected a whole number of at least 1, got 'many'"),
         (["bench", "--group", "small", "--dtype", "fp32", "--pass", "forward"], "leave out --dtype, --pass"),
         (["bench", "--kv-heads", "3"], "--kv-heads must divide the 8 heads, got 3"),
+        (["lab", "--sram", "192q"], "expected bytes such as 196608, 192k or 1m, got '192q'"),
+        (["lab", "--sram", "k"], "expected bytes such as 196608, 192k or 1m, got 'k'"),
+        (
+            ["lab", "--sram", "3", "--dtype", "fp32"],
+            "--sram must hold at least one number of fp32, got 3 bytes",
+        ),
+        (["lab", "--blocks", "64"], "expected ROWSxCOLUMNS such as 64x128, got '64'"),
+        (["lab", "--blocks", "64x0"], "expected ROWSxCOLUMNS such as 64x128, got '64x0'"),
+        (["lab", "--blocks", "64x64", "--sram", "1m"], "--blocks takes the place of what --sram is for"),
+        (["lab", "--cards", "a100,v100"], "expected some of a100,h100,h200,cpu, got 'v100'"),
+        (["lab", "--trace", "--seq", "8192"], "--trace runs at most 16777216 scores, got 1 x 8192 x 8192"),
+        (["lab", "--trace", "--blocks", "1x1"], "--trace runs at most 32768 tiles, got 262144"),
+        (["lab", "--paper", "--seq", "8", "--causal"], "leave out --seq, --causal"),
+        (["lab", "--plot", "lab.txt"], "--plot must be a file ending in .png, .svg or .pdf, got 'lab.txt'"),
+        (
+            ["lab", "--plot", "nowhere/lab.png"],
+            "--plot must be in a folder that exists, got 'nowhere/lab.png'",
+        ),
     ],
 )
 def test_wrong_arguments_exit_with_2_and_say_what_was_expected(arguments, message, capsys):

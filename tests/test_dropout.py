@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flashtile.dropout import draw_seed, dropout_mask, keep_scale, philox, seed_tensor
+from flashtile.dropout import draw_seed, dropout_mask, keep_scale, kept_entries, philox, seed_tensor
 
 
 def words(*values: int) -> tuple[torch.Tensor, ...]:
@@ -56,6 +56,21 @@ class TestMask:
     def test_does_not_depend_on_the_lengths(self):
         mask = dropout_mask(5, 0.4, 1, 2, 20, 33)
         assert torch.equal(dropout_mask(5, 0.4, 1, 2, 9, 14), mask[:, :, :9, :14])
+
+    def test_a_part_is_that_part_of_the_whole(self):
+        seed, head_index = seed_tensor(5, torch.device("cpu")), torch.arange(2)
+        whole = kept_entries(seed, 2**31, head_index, 9, 23)
+        for first_query, first_key, queries, keys in (
+            (0, 0, 9, 23),
+            (3, 4, 2, 8),
+            (8, 5, 1, 13),
+            (2, 22, 7, 1),
+        ):
+            part = kept_entries(
+                seed, 2**31, head_index, queries, keys, first_query=first_query, first_key=first_key
+            )
+            rows, columns = slice(first_query, first_query + queries), slice(first_key, first_key + keys)
+            assert torch.equal(part, whole[:, rows, columns])
 
     def test_seeds_agree_bit_by_bit(self):
         mask = dropout_mask(2**64 - 3, 0.5, 1, 1, 8, 8)

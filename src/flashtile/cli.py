@@ -1,4 +1,4 @@
-"""The command line: `flashtile info`, `check`, `bench` and `demo` (also `python -m flashtile`).
+"""The command line: `flashtile info`, `check`, `bench`, `demo` and `lab` (also `python -m flashtile`).
 
 Results go to stdout (text, or JSON with --json), progress to stderr. Exit codes: 0 fine, 1 a check failed,
 2 wrong arguments, 130 interrupted.
@@ -49,6 +49,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_check(commands)
     _add_bench(commands)
     _add_demo(commands)
+    _add_lab(commands)
     return parser
 
 
@@ -91,6 +92,23 @@ def _shape(text: str) -> tuple[int, int, int, int]:
     except ValueError:
         raise argparse.ArgumentTypeError(f"expected BATCH,HEADS,LENGTH,HEAD_DIM, got {text!r}") from None
     return batch, heads, length, head_dim
+
+
+def _bytes(text: str) -> int:
+    """An argparse type: 65536, 64k or 1m, in bytes."""
+    digits, unit = (text[:-1], text[-1].lower()) if text[-1:].lower() in ("k", "m") else (text, "")
+    try:
+        return _positive(digits) * {"": 1, "k": 2**10, "m": 2**20}[unit]
+    except argparse.ArgumentTypeError:
+        raise argparse.ArgumentTypeError(f"expected bytes such as 196608, 192k or 1m, got {text!r}") from None
+
+
+def _tile(text: str) -> tuple[int, int]:
+    try:
+        rows, columns = (_positive(part) for part in text.split("x"))
+    except (ValueError, argparse.ArgumentTypeError):
+        raise argparse.ArgumentTypeError(f"expected ROWSxCOLUMNS such as 64x128, got {text!r}") from None
+    return rows, columns
 
 
 def _add_info(commands: Any) -> None:
@@ -295,3 +313,50 @@ def _demo(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(result, indent=2))
     return 0 if result["agrees"] else 1
+
+
+def _add_lab(commands: Any) -> None:
+    lab = _command(
+        commands,
+        "lab",
+        "bytes, FLOPs and a roofline of standard attention, FlashAttention and FlashAttention-2, by theory",
+        _lab,
+        """flashtile lab --seq 4096 --dim 64 --sram 192k
+flashtile lab --seq 65536 --dim 128 --heads 32 --causal --cards h100,cpu
+flashtile lab --seq 8192 --blocks 128x64 --plot lab.png
+flashtile lab --trace --seq 200 --dim 16 --sram 4k
+flashtile lab --paper""",
+    )
+    lab.add_argument("--seq", type=_positive, metavar="N", help="queries and keys; default: 4096, traced 256")
+    lab.add_argument("--dim", type=_positive, metavar="N", help="head_dim; default: 64")
+    lab.add_argument(
+        "--sram",
+        type=_bytes,
+        metavar="BYTES",
+        help="memory on the chip; default: 192k, an A100's; traced 16k",
+    )
+    lab.add_argument("--blocks", type=_tile, metavar="RxC", help="tiles of so many queries and keys instead")
+    lab.add_argument("--heads", type=_positive, metavar="N", help="default: 1")
+    lab.add_argument("--batch", type=_positive, metavar="N", help="default: 1")
+    lab.add_argument("--causal", action="store_true", help="skip the tiles that a causal mask hides")
+    lab.add_argument("--dtype", choices=("fp16", "bf16", "fp32"), help="default: fp16")
+    lab.add_argument(
+        "--cards",
+        type=_subset(("a100", "h100", "h200", "cpu")),
+        metavar="LIST",
+        help="a100,h100,h200,cpu; default: the first three; cpu is measured, which takes seconds",
+    )
+    lab.add_argument("--plot", type=Path, metavar="FILE", help="write a figure, too: .png, .svg or .pdf")
+    lab.add_argument(
+        "--trace",
+        action="store_true",
+        help="run the algorithms, count, and compare with theory and the oracle; exit code 1 if one differs",
+    )
+    lab.add_argument("--paper", action="store_true", help="the first paper's example beside the model")
+    lab.set_defaults(refuse=lab.error)
+
+
+def _lab(options: argparse.Namespace) -> int:
+    from flashtile.lab import command
+
+    return command.run(options)
