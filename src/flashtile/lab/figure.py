@@ -48,8 +48,10 @@ def _roofline(axes: Axes, case: Case, cards: Sequence[Card]) -> None:
         intensities = [ends[0], ridge, ends[1]]
         heights = [card.attainable(intensity, case.dtype) / 1e12 for intensity in intensities]
         axes.plot(intensities, heights, color="#57606a", linewidth=1)
-        beside = {"xytext": (-4, 0), "textcoords": "offset points", "ha": "right", "va": "center"}
-        axes.annotate(card.name, (ends[0], heights[0]), fontsize=8, **beside)
+        start = (ends[0], heights[0])
+        axes.annotate(
+            card.name, start, xytext=(-4, 0), textcoords="offset points", fontsize=8, ha="right", va="center"
+        )
         for name, place in places.items():
             axes.plot(place, card.attainable(place, case.dtype) / 1e12, "o", color=COLORS[name])
     for name, place in places.items():
