@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flashtile import lab, masks, reference
-from flashtile.lab.run import band
+from flashtile.lab.algorithms import band
 from flashtile.problem import AttentionProblem
 from tests.oracle import assert_close_to_oracle, random_gradients, random_problem
 

@@ -10,8 +10,8 @@ import torch
 
 from flashtile import lab, masks
 from flashtile.lab import paper, theory
+from flashtile.lab.algorithms import band
 from flashtile.lab.roofline import CARDS, Card, bound
-from flashtile.lab.run import band
 from flashtile.lab.theory import DIRECTIONS, Moves, Shape
 
 SIZES = ((12, 12, 4, 4), (13, 9, 5, 3), (7, 20, 3, 6), (1, 1, 1, 1))

@@ -6,9 +6,9 @@ prints the counts.
 """
 
 from flashtile.lab import flash1, flash2, standard, theory
+from flashtile.lab.algorithms import ALGORITHMS, Algorithm, Run, run
 from flashtile.lab.memory import Block, Counts, Memory
 from flashtile.lab.online import Step, blocked, elementwise, mean_of_blocks, steps
-from flashtile.lab.run import ALGORITHMS, Algorithm, Run, run
 from flashtile.lab.setting import Blocks, Setting
 
 __all__ = [

@@ -9,9 +9,9 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from flashtile.lab.algorithms import ALGORITHMS, Algorithm
 from flashtile.lab.report import TITLES, Case
 from flashtile.lab.roofline import Card
-from flashtile.lab.run import ALGORITHMS, Algorithm
 
 COLORS: dict[Algorithm, str] = {"standard": "#d8b365", "flash1": "#8250df", "flash2": "#1f6feb"}
 
@@ -48,7 +48,10 @@ def _roofline(axes: Axes, case: Case, cards: Sequence[Card]) -> None:
         intensities = [ends[0], ridge, ends[1]]
         heights = [card.attainable(intensity, case.dtype) / 1e12 for intensity in intensities]
         axes.plot(intensities, heights, color="#57606a", linewidth=1)
-        axes.annotate(card.name, (ends[0], heights[0]), fontsize=8, ha="left", va="bottom")
+        start = (ends[0], heights[0])
+        axes.annotate(
+            card.name, start, xytext=(-4, 0), textcoords="offset points", fontsize=8, ha="right", va="center"
+        )
         for name, place in places.items():
             axes.plot(place, card.attainable(place, case.dtype) / 1e12, "o", color=COLORS[name])
     for name, place in places.items():
@@ -58,6 +61,7 @@ def _roofline(axes: Axes, case: Case, cards: Sequence[Card]) -> None:
     axes.set_xlabel("FLOPs of matrix products for each byte")
     axes.set_ylabel(f"TFLOP/s at most, {case.dtype}")
     axes.set_title("Roofline", loc="left", fontsize=11)
+    axes.margins(x=0.12)
     _finish(axes)
 
 

@@ -22,9 +22,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flashtile.lab import theory
+from flashtile.lab.algorithms import Algorithm
 from flashtile.lab.memory import Counts
 from flashtile.lab.roofline import CARDS, bound
-from flashtile.lab.run import Algorithm
 
 LENGTH, HEAD_DIM, HEADS, BATCH, SRAM = 1024, 64, 16, 64, 192 * 1024
 PRODUCT = 2 * LENGTH**2 * HEAD_DIM  # FLOPs of one matrix product of one head

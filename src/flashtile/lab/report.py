@@ -10,9 +10,9 @@ from typing import Any
 from flashtile.bench.console import table
 from flashtile.bench.timing import format_seconds
 from flashtile.lab import paper, theory
+from flashtile.lab.algorithms import ALGORITHMS, Algorithm
 from flashtile.lab.memory import Counts
 from flashtile.lab.roofline import ELEMENT_SIZE, Card, Dtype, bound
-from flashtile.lab.run import ALGORITHMS, Algorithm
 from flashtile.lab.setting import Blocks
 from flashtile.lab.theory import DIRECTIONS, Direction, Pass, Shape
 

@@ -24,8 +24,8 @@ from dataclasses import astuple, dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
+from flashtile.lab.algorithms import Algorithm
 from flashtile.lab.memory import Counts
-from flashtile.lab.run import Algorithm
 from flashtile.lab.setting import Blocks
 
 Direction = Literal["forward", "backward"]

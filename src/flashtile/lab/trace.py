@@ -11,9 +11,9 @@ from torch import Tensor
 
 from flashtile import masks, reference
 from flashtile.bench.console import table
+from flashtile.lab.algorithms import ALGORITHMS, Algorithm, run
 from flashtile.lab.memory import Counts
 from flashtile.lab.report import TITLES, Case
-from flashtile.lab.run import ALGORITHMS, Algorithm, run
 from flashtile.lab.theory import DIRECTIONS, Direction
 from flashtile.problem import AttentionProblem
 
