@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import traceback
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -171,7 +172,8 @@ _PRODUCTS = ("wgmma.mma_async", "mma.sync", "tcgen05.mma", "v_mfma", "v_wmma")
 
 def _inspect(kernel: Any) -> Compiled:
     text = kernel.asm.get("ptx") or kernel.asm["amdgcn"]
-    products = {name: found for name in _PRODUCTS if (found := len(re.findall(rf"^\s*{name}", text, re.M)))}
+    names = re.findall(rf"^\s*(?:@!?%p\d+ )?({'|'.join(map(re.escape, _PRODUCTS))})", text, re.M)
+    products = dict(Counter(names))
     if "cubin" in kernel.asm:
         registers, stack, spilled = _resources(kernel.asm["cubin"])
     else:

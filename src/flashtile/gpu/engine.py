@@ -13,6 +13,7 @@ from .merge import merge_splits
 from .operands import (
     Sequences,
     exact_rows_of,
+    numbers_of,
     on_device_of,
     sequences_of,
     terms_of,
@@ -89,8 +90,8 @@ def _decode(
     part_lses = parts.new_empty(parts.shape[:3])
     _launch(problem, target, sequences, _Part(tile, True, splits, split_keys), parts, part_lses)
     merge_splits[(sequences.number * heads * queries,)](
-        exact_rows_of(parts), exact_rows_of(part_lses.unsqueeze(3)), exact_rows_of(out),
-        exact_rows_of(lse.unsqueeze(3)), terms_of(problem), sequences, heads, queries, splits,
+        exact_rows_of(parts), numbers_of(part_lses), exact_rows_of(out),
+        numbers_of(lse), terms_of(problem), sequences, heads, queries, splits,
         VALUE_DIM=value_dim, VALUE_WIDTH=width_of(value_dim), num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
 
@@ -108,7 +109,7 @@ def _launch(
         tiles, programs = tiles + sequences.number, 1
     attention_forward[(tiles * programs * heads * part.splits,)](
         exact_rows_of(problem.query), exact_rows_of(problem.key), exact_rows_of(problem.value),
-        exact_rows_of(out), exact_rows_of(lse.unsqueeze(3)), sequences, visible_of(problem),
+        exact_rows_of(out), numbers_of(lse), sequences, visible_of(problem),
         terms_of(problem), tile_starts, tiles, heads, part.splits, part.split_keys,
         HEAD_DIM=head_dim, VALUE_DIM=value_dim,
         HEAD_WIDTH=width_of(head_dim), VALUE_WIDTH=width_of(value_dim),

@@ -79,6 +79,11 @@ def exact_rows_of(tensor: Tensor) -> Rows:
     return Rows(tensor, *tensor.stride())
 
 
+def numbers_of(tensor: Tensor) -> Rows:
+    """Of a 3-D tensor with one number for every row, such as an LSE."""
+    return Rows(tensor, *tensor.stride(), 1)
+
+
 def sequences_of(problem: AttentionProblem) -> Sequences:
     """The lengths of a problem, and the places of its keys."""
     table = problem.block_table

@@ -15,6 +15,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 OLDEST_TRITON = (3, 6)
 OLDEST_CAPABILITY = (7, 5)
 WIDEST_FORWARD, WIDEST_BACKWARD = 512, 256
+_LITTLE_MEMORY = 64 * 1024  # which the widest float32 tiles of 16 rows do not fit into
 _AMD = re.compile(r"gfx90a|gfx94\w|gfx95\w|gfx11\w\w|gfx12\w\w")
 
 
@@ -60,12 +61,19 @@ def unsupported_reason(
     device: torch.device, head_dim: int, value_dim: int, *, backward: bool = False
 ) -> str | None:
     """Why the kernels cannot serve these head dims on this device; None if they can."""
-    reason = _triton_reason() or (None if INTERPRETED else _architecture_reason(target_of(device).name))
-    widest = WIDEST_BACKWARD if backward else WIDEST_FORWARD
-    if reason is None and max(head_dim, value_dim) > widest:
-        direction = "backward" if backward else "forward"
-        reason = f"head_dim {max(head_dim, value_dim)} is beyond {widest}, the widest that {direction} holds"
-    return reason
+    reason = _triton_reason()
+    if reason is not None:
+        return reason
+    target = target_of(device)
+    reason = _architecture_reason(target.name)
+    if reason is not None:
+        return reason
+    narrow = backward or target.shared_memory <= _LITTLE_MEMORY
+    widest = WIDEST_BACKWARD if narrow else WIDEST_FORWARD
+    if max(head_dim, value_dim) > widest:
+        tiles = f"{'backward' if backward else 'forward'} pass holds on {target.name}"
+        return f"head_dim {max(head_dim, value_dim)} is beyond {widest}, the widest that the {tiles}"
+    return None
 
 
 @cache
@@ -83,6 +91,8 @@ def _triton_reason() -> str | None:
 
 @cache
 def _architecture_reason(name: str) -> str | None:
+    if name == INTERPRETER.name:
+        return None
     if name.startswith("sm"):
         oldest = "".join(map(str, OLDEST_CAPABILITY))
         return None if int(name[2:]) >= int(oldest) else f"{name} is older than sm{oldest}"

@@ -7,6 +7,7 @@ tests/gpu/test_compile.py holds the tables to that.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
 
 from .target import Target
@@ -25,19 +26,18 @@ class Tile(NamedTuple):
 # wider head_dim: up to 64, 128, 256, 512.
 _WIDTHS = (64, 128, 256, 512)
 _FORWARD = {
-    "sm75": ((64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 2), (16, 32, 4, 1)),
     "sm80": ((128, 64, 4, 3), (128, 64, 8, 3), (64, 64, 8, 2), (32, 32, 8, 2)),
     "sm86": ((128, 64, 4, 3), (128, 32, 8, 2), (64, 32, 8, 2), (32, 16, 8, 2)),
     "sm90": ((128, 128, 8, 3), (128, 128, 8, 2), (128, 64, 8, 2), (32, 32, 8, 2)),
-    "sm100": ((128, 128, 8, 3), (128, 64, 8, 3), (64, 64, 8, 2), (32, 32, 8, 2)),
+    "sm100": ((128, 64, 4, 3), (128, 64, 8, 3), (64, 64, 8, 2), (32, 32, 8, 2)),
     "gfx9": ((128, 64, 4, 1), (128, 64, 4, 1), (64, 32, 4, 1), (32, 16, 4, 1)),
-    "gfx11": ((64, 32, 4, 1), (32, 32, 4, 1), (16, 32, 4, 1), (16, 16, 4, 1)),
+    "gfx11": ((64, 32, 8, 1), (32, 32, 8, 1), (32, 16, 8, 1), (16, 16, 8, 1)),
 }
-# For float32, whose exact products take no tensor cores: each thread holds whole rows of both tiles.
-_FORWARD_SINGLE = ((32, 32, 8, 2), (32, 16, 8, 2), (16, 16, 8, 2), (16, 16, 8, 1))
+# Without tensor cores (float32, whose products are exact, and sm75, for which Triton knows none) each thread
+# holds whole rows of both tiles.
+_FORWARD_WITHOUT = ((32, 32, 8, 2), (32, 16, 8, 2), (16, 16, 8, 2), (16, 16, 8, 1))
 # Of the backward pass, up to 64, 128 and 256: for dK and dV, then for dQ.
 _KEY_GRADIENTS = {
-    "sm75": ((32, 32, 4, 1), (16, 32, 8, 1), (16, 16, 8, 1)),
     "sm80": ((64, 128, 8, 2), (32, 128, 8, 2), (32, 64, 8, 1)),
     "sm86": ((64, 128, 8, 2), (32, 128, 8, 2), (16, 64, 8, 1)),
     "sm90": ((64, 128, 8, 3), (64, 128, 8, 2), (32, 64, 8, 2)),
@@ -46,7 +46,6 @@ _KEY_GRADIENTS = {
     "gfx11": ((32, 32, 4, 1), (16, 32, 4, 1), (16, 16, 4, 1)),
 }
 _QUERY_GRADIENTS = {
-    "sm75": ((32, 32, 4, 1), (32, 16, 8, 1), (16, 16, 8, 1)),
     "sm80": ((128, 64, 8, 2), (128, 32, 8, 2), (64, 32, 8, 1)),
     "sm86": ((128, 64, 8, 2), (128, 32, 8, 2), (32, 32, 8, 1)),
     "sm90": ((128, 64, 8, 3), (128, 64, 8, 2), (64, 32, 8, 2)),
@@ -54,8 +53,8 @@ _QUERY_GRADIENTS = {
     "gfx9": ((64, 64, 4, 1), (64, 32, 4, 1), (64, 16, 4, 1)),
     "gfx11": ((32, 32, 4, 1), (32, 16, 4, 1), (16, 16, 4, 1)),
 }
-_KEY_GRADIENTS_SINGLE = ((16, 32, 8, 1), (16, 32, 8, 1), (16, 16, 8, 1))
-_QUERY_GRADIENTS_SINGLE = ((32, 16, 8, 1), (32, 16, 8, 1), (16, 16, 8, 1))
+_KEY_GRADIENTS_WITHOUT = ((16, 32, 8, 1), (16, 32, 8, 1), (16, 16, 8, 1))
+_QUERY_GRADIENTS_WITHOUT = ((32, 16, 8, 1), (32, 16, 8, 1), (16, 16, 8, 1))
 _INTERPRETED = Tile(32, 32, 4, 1)
 _INTERPRETED_DECODE = Tile(16, 32, 4, 1)
 
@@ -65,6 +64,7 @@ def width_of(head_dim: int) -> int:
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
+@cache
 def forward_tiles(
     target: Target, itemsize: int, head_dim: int, value_dim: int, rich: bool
 ) -> tuple[Tile, ...]:
@@ -75,41 +75,52 @@ def forward_tiles(
     if target.name == "interpreter":
         return (_INTERPRETED,)
     width = max(width_of(head_dim), width_of(value_dim))
-    table = _FORWARD[family_of(target)] if itemsize == 2 else _FORWARD_SINGLE
+    table = _FORWARD_WITHOUT if _without_tensor_cores(target, itemsize) else _FORWARD[family_of(target)]
     queries, keys, warps, stages = table[_row(width)]
     if rich and keys * width > 64 * 64:
         keys = max(16, keys // 2)
-    best = Tile(queries, keys, warps, stages)
+    best = _fitting(Tile(queries, keys, warps, stages), itemsize, head_dim, value_dim, target.shared_memory)
     others = (
         best._replace(stages=stages + 1),
         best._replace(keys=2 * keys),
         best._replace(keys=max(16, keys // 2), stages=stages + 1),
         best._replace(queries=max(16, queries // 2), warps=max(4, warps // 2)),
     )
-    room = target.shared_memory
-    return best, *(tile for tile in others if shared_bytes(tile, itemsize, head_dim, value_dim) <= room)
+    fitting = (
+        tile for tile in others if shared_bytes(tile, itemsize, head_dim, value_dim) <= target.shared_memory
+    )
+    return tuple(dict.fromkeys((best, *fitting)))
 
 
+@cache
 def decode_tile(target: Target, itemsize: int, head_dim: int, value_dim: int, rows: int) -> Tile:
     """Tiles of decoding, for so many packed rows. Reading the keys is all that takes time: many stages."""
     if target.name == "interpreter":
         return _INTERPRETED_DECODE
     width = max(width_of(head_dim), width_of(value_dim))
-    wide = width > 128
-    queries = min(64, width_of(rows))
-    if itemsize == 4:
-        return Tile(16, 16, 8, 1 if wide else 2)
-    tile = Tile(queries, 32 if wide else 64, 8 if queries * width > 64 * 128 else 4, 3)
+    if _without_tensor_cores(target, itemsize):
+        return _fitting(Tile(16, 16, 8, 2), itemsize, head_dim, value_dim, target.shared_memory // 2)
+    queries = min(64 if width <= 256 else 16, width_of(rows))
+    tile = Tile(queries, 64 if width <= 128 else 16, 8 if queries * width > 64 * 128 else 4, 3)
     # Two blocks beside each other hide what one of them waits for.
-    while tile.stages > 1 and shared_bytes(tile, itemsize, head_dim, value_dim) > target.shared_memory // 2:
+    return _fitting(tile, itemsize, head_dim, value_dim, target.shared_memory // 2)
+
+
+def _fitting(tile: Tile, itemsize: int, head_dim: int, value_dim: int, room: int) -> Tile:
+    """The tile with as many of its stages as there is room for."""
+    while tile.stages > 1 and shared_bytes(tile, itemsize, head_dim, value_dim) > room:
         tile = tile._replace(stages=tile.stages - 1)
     return tile
 
 
 def shared_bytes(tile: Tile, itemsize: int, head_dim: int, value_dim: int) -> int:
-    """About how much shared memory a tile takes: queries, and keys and values of every stage."""
-    query = tile.queries * width_of(head_dim)
-    return itemsize * (query + tile.stages * tile.keys * (width_of(head_dim) + width_of(value_dim)))
+    """About how much shared memory a tile takes: queries, and keys and values of every stage.
+
+    In a single stage the keys are done with when the values come.
+    """
+    widths = width_of(head_dim), width_of(value_dim)
+    columns = max(widths) if tile.stages == 1 else tile.stages * sum(widths)
+    return itemsize * (tile.queries * widths[0] + tile.keys * columns)
 
 
 def family_of(target: Target) -> str:
@@ -117,11 +128,13 @@ def family_of(target: Target) -> str:
     if target.name.startswith("gfx"):
         return "gfx9" if target.name.startswith("gfx9") else "gfx11"
     capability, large = int(target.name[2:]), target.shared_memory > 128 * 1024
-    if capability < 80:
-        return "sm75"
     if capability < 90 or not large:
         return "sm80" if large else "sm86"
     return "sm90" if capability < 100 else "sm100"
+
+
+def _without_tensor_cores(target: Target, itemsize: int) -> bool:
+    return itemsize == 4 or target.name == "sm75"
 
 
 def _row(width: int) -> int:
@@ -132,18 +145,18 @@ def key_gradient_tile(target: Target, itemsize: int, head_dim: int, value_dim: i
     """Tiles of dK and dV, whose sums stay in registers while the queries pass by."""
     if target.name == "interpreter":
         return Tile(16, 64, 4, 1)
-    width = max(width_of(head_dim), width_of(value_dim))
-    table = _KEY_GRADIENTS[family_of(target)] if itemsize == 2 else _KEY_GRADIENTS_SINGLE
-    return Tile(*table[_row(width)])
+    without = _without_tensor_cores(target, itemsize)
+    table = _KEY_GRADIENTS_WITHOUT if without else _KEY_GRADIENTS[family_of(target)]
+    return Tile(*table[_row(max(width_of(head_dim), width_of(value_dim)))])
 
 
 def query_gradient_tile(target: Target, itemsize: int, head_dim: int, value_dim: int) -> Tile:
     """Tiles of dQ."""
     if target.name == "interpreter":
         return Tile(64, 16, 4, 1)
-    width = max(width_of(head_dim), width_of(value_dim))
-    table = _QUERY_GRADIENTS[family_of(target)] if itemsize == 2 else _QUERY_GRADIENTS_SINGLE
-    return Tile(*table[_row(width)])
+    without = _without_tensor_cores(target, itemsize)
+    table = _QUERY_GRADIENTS_WITHOUT if without else _QUERY_GRADIENTS[family_of(target)]
+    return Tile(*table[_row(max(width_of(head_dim), width_of(value_dim)))])
 
 
 def bias_gradient_tile(target: Target, itemsize: int, head_dim: int, value_dim: int) -> Tile:

@@ -21,7 +21,7 @@ from tests.oracle import random_problem
 from tests.strategies import LAYOUTS, lay_out
 
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
-SIZES = (2, 4, 2, 700)  # several splits
+SIZES = (1, 4, 2, 600)  # several splits
 FEW_KEYS = (2, 4, 2, 90)
 
 
@@ -63,7 +63,7 @@ def test_heads_share_a_tile(dtype, heads, kv_heads, query_length):
 
 
 @each_dtype
-@pytest.mark.parametrize(("head_dim", "value_head_dim"), [(1, 1), (20, 33), (128, 64), (80, 130), (512, 512)])
+@pytest.mark.parametrize(("head_dim", "value_head_dim"), [(1, 1), (20, 33), (80, 130), (512, 512)])
 @pytest.mark.parametrize("key_length", [65, 300])
 def test_head_dims(dtype, head_dim, value_head_dim, key_length):
     check(
@@ -83,7 +83,7 @@ def test_layouts_of_inputs(layout):
 
 
 @each_dtype
-@pytest.mark.parametrize("sizes", [(2, 600), (2, 70)], ids=["splits", "one split"])
+@pytest.mark.parametrize("sizes", [(2, 270), (2, 40)], ids=["splits", "one split"])
 @pytest.mark.parametrize("mask", MASKS)
 def test_nan_and_infinity_reach_what_sees_them(dtype, sizes, mask):
     def forward(problem: AttentionProblem, grad_out: Tensor, grad_lse: Tensor) -> dict[str, Tensor]:
@@ -104,8 +104,8 @@ def test_a_split_that_sees_only_nan():
     assert torch.isnan(found["lse"]).all()
 
 
-CAPACITY = 640
-LENGTHS = (3, 0, 640, 517)
+CAPACITY = 320
+LENGTHS = (3, 0, 320, 277)
 BOTTOM_RIGHT = masks.causal(alignment="bottom-right")
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -150,11 +150,11 @@ def paged(problem: AttentionProblem, size: int) -> AttentionProblem:
     return dataclasses.replace(problem, block_table=table, **held)
 
 
-@each_dtype
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("query_length", [1, 5, 40])
-def test_cache(dtype, query_length, options):
-    check(cached_problem(query_length, dtype, **options))
+def test_cache(query_length, name):
+    dtype = DTYPES[(list(OPTIONS).index(name) + query_length) % len(DTYPES)]
+    check(cached_problem(query_length, dtype, **OPTIONS[name]))
 
 
 @pytest.mark.parametrize("size", [1, 7, 16, 64])
@@ -163,9 +163,10 @@ def test_pages(size, query_length):
     problem = cached_problem(query_length, DTYPES[1], mask=BOTTOM_RIGHT)
     in_pages = paged(problem, size)
     check(in_pages)
-    for name, tensor in results(in_pages).items():
-        if size * in_pages.block_table.shape[1] == CAPACITY:  # else the splits may be others
-            assert torch.equal(tensor, results(problem)[name])
+    if size * in_pages.block_table.shape[1] == CAPACITY:  # else the splits may be others
+        contiguous = results(problem)
+        for name, tensor in results(in_pages).items():
+            assert torch.equal(tensor, contiguous[name])
 
 
 @pytest.mark.parametrize("query_length", [1, 40])
