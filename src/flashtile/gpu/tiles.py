@@ -38,7 +38,6 @@ _FORWARD = {
 _FORWARD_WITHOUT = ((32, 32, 8, 2), (32, 16, 8, 2), (16, 16, 8, 2), (16, 16, 8, 1))
 # Of the backward pass, up to 64, 128 and 256: for dK and dV, then for dQ.
 _KEY_GRADIENTS = {
-    "sm75": ((32, 32, 4, 1), (16, 32, 8, 1), (16, 16, 8, 1)),
     "sm80": ((64, 128, 8, 2), (32, 128, 8, 2), (32, 64, 8, 1)),
     "sm86": ((64, 128, 8, 2), (32, 128, 8, 2), (16, 64, 8, 1)),
     "sm90": ((64, 128, 8, 3), (64, 128, 8, 2), (32, 64, 8, 2)),
@@ -47,7 +46,6 @@ _KEY_GRADIENTS = {
     "gfx11": ((32, 32, 4, 1), (16, 32, 4, 1), (16, 16, 4, 1)),
 }
 _QUERY_GRADIENTS = {
-    "sm75": ((32, 32, 4, 1), (32, 16, 8, 1), (16, 16, 8, 1)),
     "sm80": ((128, 64, 8, 2), (128, 32, 8, 2), (64, 32, 8, 1)),
     "sm86": ((128, 64, 8, 2), (128, 32, 8, 2), (32, 32, 8, 1)),
     "sm90": ((128, 64, 8, 3), (128, 64, 8, 2), (64, 32, 8, 2)),
@@ -55,8 +53,8 @@ _QUERY_GRADIENTS = {
     "gfx9": ((64, 64, 4, 1), (64, 32, 4, 1), (64, 16, 4, 1)),
     "gfx11": ((32, 32, 4, 1), (32, 16, 4, 1), (16, 16, 4, 1)),
 }
-_KEY_GRADIENTS_SINGLE = ((16, 32, 8, 1), (16, 32, 8, 1), (16, 16, 8, 1))
-_QUERY_GRADIENTS_SINGLE = ((32, 16, 8, 1), (32, 16, 8, 1), (16, 16, 8, 1))
+_KEY_GRADIENTS_WITHOUT = ((16, 32, 8, 1), (16, 32, 8, 1), (16, 16, 8, 1))
+_QUERY_GRADIENTS_WITHOUT = ((32, 16, 8, 1), (32, 16, 8, 1), (16, 16, 8, 1))
 _INTERPRETED = Tile(32, 32, 4, 1)
 _INTERPRETED_DECODE = Tile(16, 32, 4, 1)
 
@@ -147,7 +145,8 @@ def key_gradient_tile(target: Target, itemsize: int, head_dim: int, value_dim: i
     """Tiles of dK and dV, whose sums stay in registers while the queries pass by."""
     if target.name == "interpreter":
         return Tile(16, 64, 4, 1)
-    table = _KEY_GRADIENTS_SINGLE if itemsize == 4 else _KEY_GRADIENTS[_gradient_family(target)]
+    without = _without_tensor_cores(target, itemsize)
+    table = _KEY_GRADIENTS_WITHOUT if without else _KEY_GRADIENTS[family_of(target)]
     return Tile(*table[_row(max(width_of(head_dim), width_of(value_dim)))])
 
 
@@ -155,12 +154,9 @@ def query_gradient_tile(target: Target, itemsize: int, head_dim: int, value_dim:
     """Tiles of dQ."""
     if target.name == "interpreter":
         return Tile(64, 16, 4, 1)
-    table = _QUERY_GRADIENTS_SINGLE if itemsize == 4 else _QUERY_GRADIENTS[_gradient_family(target)]
+    without = _without_tensor_cores(target, itemsize)
+    table = _QUERY_GRADIENTS_WITHOUT if without else _QUERY_GRADIENTS[family_of(target)]
     return Tile(*table[_row(max(width_of(head_dim), width_of(value_dim)))])
-
-
-def _gradient_family(target: Target) -> str:
-    return target.name if target.name == "sm75" else family_of(target)
 
 
 def bias_gradient_tile(target: Target, itemsize: int, head_dim: int, value_dim: int) -> Tile:
