@@ -101,7 +101,7 @@ def _add_queries(
         inputs, numbers, visible, place, start, HEAD_DIM, VALUE_DIM, HEAD_WIDTH, VALUE_WIDTH, QUERIES,
         True, True,
     )  # fmt: skip
-    begin, _, _, end = key_tiles(rows.first, rows.last, rows.inside, place.keys, KEYS, True)
+    begin, _full_begin, _full_end, end = key_tiles(rows.first, rows.last, rows.inside, place.keys, KEYS, True)
     if not OVER_KEYS:
         begin, end = tl.maximum(begin, column_tile), tl.minimum(end, column_tile + 1)
     for key_tile in range(begin, end):
@@ -118,6 +118,6 @@ def _add_queries(
             True,
         )
         tile = probabilities(rows, columns, visible, terms, place, True, False, PRECISION)
-        grad_scores, _ = score_gradients(tile, rows, columns, terms, True, False, PRECISION)
+        grad_scores, _products = score_gradients(tile, rows, columns, terms, True, False, PRECISION)
         total += grad_scores
     return total

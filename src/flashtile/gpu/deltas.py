@@ -103,25 +103,26 @@ def _softmax_of_rows(
     first, last = visible_spans(visible, place.query_entry, row, position, inside, place.keys)
     row_max = tl.full((position.shape[0],), float("-inf"), tl.float32)
     row_sum = tl.zeros((position.shape[0],), tl.float32)
-    begin, _, _, end = key_tiles(first, last, inside, place.keys, KEYS, True)
+    # Names are not used twice, not even `_`: Triton carries them through the loop with the type they had.
+    begin, _full_begin, _full_end, end = key_tiles(first, last, inside, place.keys, KEYS, True)
     for key_tile in tl.range(begin, end, num_stages=1):
         index = key_tile * KEYS + tl.arange(0, KEYS)
         existing = index < place.keys
-        at = key_addresses(
+        at_key = key_addresses(
             inputs.key, sequences, place.key_entry, place.key_first, place.kv_head, index, existing
         )
-        k = load_tile(at, inputs.key.column, existing, HEAD_DIM, HEAD_WIDTH, True)
+        k = load_tile(at_key, inputs.key.column, existing, HEAD_DIM, HEAD_WIDTH, True)
         products = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         seen, bias = visible_entries(
             visible, terms, place.sequence, place.head, position[:, None], first[:, None], last[:, None],
             index[None, :],
         )  # fmt: skip
-        scores, _ = tile_scores(
+        scores, _capped = tile_scores(
             products, terms, place.sequence, place.head, position[:, None], index[None, :], bias,
             place.queries, place.keys,
         )  # fmt: skip
         scores = tl.where(seen, scores, float("-inf"))
-        _, _, row_max, row_sum = online_softmax(scores, row_max, row_sum, 1.0, False)
+        _exponentials, _rescale, row_max, row_sum = online_softmax(scores, row_max, row_sum, 1.0, False)
     if terms.sinks is not None:
         sink = tl.load(terms.sinks + place.head).to(tl.float32) * LOG2_E
         row_max, row_sum, _ = add_sink(sink, row_max, row_sum)

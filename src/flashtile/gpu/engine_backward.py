@@ -128,7 +128,7 @@ def _find_row_numbers(
         launch.inputs, exact_rows_of(out), exact_rows_of(lse.unsqueeze(3)),
         None if grad_lse is None else exact_rows_of(grad_lse.unsqueeze(3)), launch.numbers,
         launch.sequences, launch.visible, launch.terms, starts, tiles, heads,
-        QUERIES=tile.queries, KEYS=tile.keys, num_warps=tile.warps, **launch.sizes,
+        QUERIES=tile.queries, KEYS=tile.keys, num_warps=tile.warps, enable_fp_fusion=True, **launch.sizes,
     )  # fmt: skip
 
 
@@ -160,7 +160,7 @@ def _find_query_gradients(problem: AttentionProblem, launch: _Pass, gradients: G
         sums = slopes.new_empty(problem.sequences, heads)
         sum_rows[(sums.numel(),)](
             slope_terms, launch.numbers.batch, launch.numbers.head, sums, launch.sequences, heads,
-            QUERIES=1024, num_warps=4,
+            QUERIES=1024, num_warps=4, enable_fp_fusion=True,
         )  # fmt: skip
         slopes.copy_(sums.sum_to_size(slopes.shape))
 
@@ -178,7 +178,7 @@ def _find_bias_gradient(problem: AttentionProblem, launch: _Pass, grad_bias: Ten
         launch.inputs, exact_rows_of(target), bias_heads, rows, columns, launch.numbers, launch.sequences,
         launch.visible, launch.terms, heads, QUERIES=tile.queries, KEYS=tile.keys,
         OVER_BATCH=batch == 1, OVER_HEADS=bias_heads == 1, OVER_QUERIES=rows == 1, OVER_KEYS=columns == 1,
-        num_warps=tile.warps, **launch.sizes,
+        num_warps=tile.warps, enable_fp_fusion=True, **launch.sizes,
     )  # fmt: skip
     if apart:
         grad_bias.copy_(target.sum_to_size(grad_bias.shape))
@@ -189,4 +189,10 @@ def _dims(problem: AttentionProblem) -> tuple[int, int]:
 
 
 def _of(tile: Tile) -> dict[str, int]:
-    return {"QUERIES": tile.queries, "KEYS": tile.keys, "STAGES": tile.stages, "num_warps": tile.warps}
+    return {
+        "QUERIES": tile.queries,
+        "KEYS": tile.keys,
+        "STAGES": tile.stages,
+        "num_warps": tile.warps,
+        "enable_fp_fusion": True,
+    }

@@ -19,6 +19,7 @@ class Inputs(NamedTuple):
     key: "Rows"
     value: "Rows"
     grad_out: "Rows"
+    nothing: None = None  # see operands.py
 
 
 class RowNumbers(NamedTuple):
@@ -226,7 +227,7 @@ def probabilities(
         kept = kept_entries(terms, head_number, rows.position, columns.start, columns.index.shape[0])
         if TRANSPOSED:
             kept = tl.trans(kept)
-        dropped = tl.where(kept, p * terms.keep_scale, 0.0)
+        dropped = p * tl.where(kept, terms.keep_scale, 0.0)  # a NaN stays one
     return Probabilities(p, dropped, kept, capped, seen)
 
 
@@ -243,7 +244,7 @@ def score_gradients(
     """dS = P * (dP - delta), shaped like P: by the scores, and by the scaled products of query and key."""
     grad_p = _product(rows.grad_out, columns.v, TRANSPOSED, PRECISION)
     if terms.seed is not None:
-        grad_p = tl.where(tile.kept, grad_p * terms.keep_scale, 0.0)
+        grad_p *= tl.where(tile.kept, terms.keep_scale, 0.0)
     grad_scores = tile.p * (grad_p - tl.expand_dims(rows.delta, 0 if TRANSPOSED else 1))
     grad_products = grad_scores
     if terms.softcap is not None:

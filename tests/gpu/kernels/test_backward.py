@@ -243,11 +243,10 @@ def test_nan_reaches_what_sees_it(dtype, mask, with_bias):
     check_nan(results, masked_problem(40, 70, dtype, mask, with_bias))
 
 
-@each_dtype
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("value", [math.inf, -math.inf])
-def test_infinity_reaches_what_sees_it(dtype, mask, value):
-    check_infinity(results, masked_problem(40, 70, dtype, mask), value)
+def test_infinity_reaches_what_sees_it(mask, value):
+    check_infinity(results, masked_problem(40, 70, DTYPES[0], mask), value)
 
 
 @each_dtype
@@ -296,9 +295,11 @@ SMALL = ("bias", "alibi_slopes", "sinks")
 def test_packed_sequences(dtype, options):
     options = {name: value.to(dtype) if name == "bias" else value for name, value in options.items()}
     mask = options.pop("mask", None)
-    if isinstance(mask, Tensor):
-        options["mask"], mask = mask, None
-    problem = packed_problem(*packed(QUERIES, KEYS, dtype=dtype, value_head_dim=24), mask, **options)
+    dense = mask if isinstance(mask, Tensor) else None
+    problem = packed_problem(
+        *packed(QUERIES, KEYS, dtype=dtype, value_head_dim=24), mask if dense is None else None, **options
+    )
+    problem.mask = dense
     for tensor, end in ((problem.query, sum(QUERIES)), (problem.key, sum(KEYS)), (problem.value, sum(KEYS))):
         tensor[:, :, end:] = math.nan  # behind the last sequence: nobody sees it
     grad_out, grad_lse = random_gradients(problem)
@@ -323,7 +324,7 @@ def assert_close_to_sum(
         exact = results_by_autograd(own, *upstream, torch.float64)
         part = exact[f"grad_{name}"]
         place = tuple(slice(size) for size in part.shape)
-        if found.shape[0] > 1:
+        if name != "sinks" and found.shape[0] > 1:
             place = (slice(index, index + 1), *place[1:])
         expected[place] += part
         if part.numel():
