@@ -72,8 +72,8 @@ def key_gradients(
     )
     grad_k = tl.zeros((KEYS, HEAD_WIDTH), tl.float32)
     grad_v = tl.zeros((KEYS, VALUE_WIDTH), tl.float32)
-    spans: tl.constexpr = (visible.first is not None) | (visible.last is not None)
-    dense: tl.constexpr = spans | (visible.mask is not None) | (terms.bias is not None) | REPAIR
+    spans: tl.constexpr = visible.first is not None or visible.last is not None
+    dense: tl.constexpr = spans or visible.mask is not None or terms.bias is not None or REPAIR
     begin, full_begin, full_end, end = query_tiles(visible, place, start, QUERIES, KEYS, dense)
     if not dense:
         for step in tl.range(full_begin * GROUP, full_end * GROUP, num_stages=STAGES):
@@ -243,7 +243,7 @@ def query_gradients(
     grad_q = tl.zeros((QUERIES, HEAD_WIDTH), tl.float32)
     slope_sums = tl.zeros((QUERIES,), tl.float32)
     with_slopes: tl.constexpr = slope_terms is not None
-    dense: tl.constexpr = (visible.mask is not None) | (terms.bias is not None)
+    dense: tl.constexpr = visible.mask is not None or terms.bias is not None
     begin, full_begin, full_end, end = key_tiles(rows.first, rows.last, rows.inside, place.keys, KEYS, dense)
     for tile in tl.range(full_begin, full_end, num_stages=STAGES):
         grad_q, slope_sums = _add_keys(

@@ -113,7 +113,7 @@ def attention_forward(
     row_max = tl.full((QUERIES,), float("-inf"), tl.float32)
     row_sum = tl.zeros((QUERIES,), tl.float32)
     accumulated = tl.zeros((QUERIES, VALUE_WIDTH), tl.float32)
-    dense: tl.constexpr = (visible.mask is not None) | (terms.bias is not None)
+    dense: tl.constexpr = visible.mask is not None or terms.bias is not None
     some = first < last  # rows that see a key, as far as spans tell
     if dense:
         some = some & False
@@ -231,7 +231,7 @@ def _forward_tile(
     else:
         exponentials, rescale, row_max, row_sum = online_softmax(scores, row_max, row_sum, factor, FOLDED)
         accumulated *= rescale[:, None]
-        if (visible.mask is not None) | (terms.bias is not None):
+        if visible.mask is not None or terms.bias is not None:
             some = some | (tl.max(seen.to(tl.int32), 1) > 0)
     if terms.seed is not None:
         kept = kept_entries(terms, sequence * heads + head, position, start, KEYS)

@@ -19,6 +19,7 @@ class Inputs(NamedTuple):
     key: "Rows"
     value: "Rows"
     grad_out: "Rows"
+    nothing: None = None  # see operands.py
 
 
 class RowNumbers(NamedTuple):

@@ -1,7 +1,8 @@
 """What the kernels are handed, grouped by meaning: the fields of an AttentionProblem as addresses and steps.
 
 Every class is a tuple that Triton takes as one argument; a field that is None does not exist in the compiled
-kernel, so that an option nobody uses costs nothing.
+kernel, so that an option nobody uses costs nothing. A tuple of tuples ends with None, or Triton 3.6 loses the
+steps of its last one that are 1.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ class Visible(NamedTuple):
     first: Rows | None  # int32, indexed by batch entry and row
     last: Rows | None
     mask: Rows | None  # bytes that are 0 or 1
+    nothing: None = None
 
 
 class Terms(NamedTuple):
@@ -66,6 +68,7 @@ class Terms(NamedTuple):
     seed: Tensor | None  # int64 (1,)
     threshold: Any  # int: the smallest random word that keeps an entry
     keep_scale: float
+    nothing: None = None
 
 
 def rows_of(tensor: Tensor) -> Rows:
