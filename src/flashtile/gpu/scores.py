@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
+_LOWEST = tl.constexpr(-3.4028234663852886e38)
 
 
 @triton.jit
@@ -142,7 +143,9 @@ def tile_scores(
         capped = tanh(products * (terms.scale / terms.softcap))
         scores = capped * (terms.softcap * LOG2_E)
     if terms.bias is not None:
-        scores += bias * LOG2_E
+        # The lowest finite bias is no mask, though in units of log 2 it would be -inf. A NaN stays.
+        scaled = bias * LOG2_E
+        scores += tl.where(scaled < _LOWEST, _LOWEST, scaled)
     if terms.slopes is not None:
         slope = tl.load(terms.slopes.start + sequence * terms.slopes.batch + head * terms.slopes.head)
         scores -= slope * LOG2_E * alibi_distance(position, index, queries, keys)

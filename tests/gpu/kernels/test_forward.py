@@ -17,7 +17,7 @@ from tests.conftest import dtype_name
 from tests.gpu.running import DTYPES, INTERPRETED, check, engine, moved, on_device, results
 from tests.nonfinite import MASKS, check_infinity, check_nan, masked_problem
 from tests.options import ALL_AT_ONCE, NAMES, pairs, problem_with
-from tests.oracle import random_problem
+from tests.oracle import assert_close_to_oracle, random_problem
 from tests.packing import packed, packed_problem
 from tests.strategies import LAYOUTS, lay_out
 
@@ -233,6 +233,17 @@ def test_large_scores_do_not_overflow(dtype):
     problem.query[:, :, ::3] *= 40
     problem.key *= 20
     check(problem)
+
+
+@each_dtype
+def test_the_lowest_bias_hides_nothing(dtype):
+    """A row whose every key has it weighs them alike; in units of log 2 it would be minus infinity."""
+    bias = torch.zeros(1, 1, 20, 30, dtype=dtype)
+    bias[:, :, 3], bias[..., 20:] = torch.finfo(dtype).min, torch.finfo(dtype).min
+    problem = random_problem(query_length=20, key_length=30, dtype=dtype, bias=bias)
+    found = results(problem)
+    assert_close_to_oracle({"out": found["out"]}, problem)
+    assert torch.isfinite(found["lse"]).all()
 
 
 def test_scale_may_be_an_int():
