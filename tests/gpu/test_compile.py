@@ -95,11 +95,9 @@ def check(architecture: str, case: Case, select: Any) -> None:
         if case.dtype == "float32" or kernel.kernel in WITHOUT_PRODUCTS or architecture not in PRODUCTS:
             continue
         # Tiles of decoding and of wide heads have too few rows for the instructions of sm90 and sm100.
-        few = (case.kernel in ("decode", "single") or case.head_dim > 256) and architecture in (
-            "sm90",
-            "sm100",
-        )
-        assert kernel.products.get("mma.sync" if few else PRODUCTS[architecture], 0) > 0, kernel
+        few = case.kernel in ("decode", "single") or case.head_dim > 256
+        wanted = "mma.sync" if few and architecture in ("sm90", "sm100") else PRODUCTS[architecture]
+        assert kernel.products.get(wanted, 0) > 0, kernel
         main = case.head_dim in (64, 128) and case.features in ("plain", "causal") and not kernel.repair
         if main and architecture not in NOT_JUDGED:
             assert kernel.spilled <= SPILLS.get((architecture, kernel.kernel, case.head_dim), 0), kernel

@@ -23,10 +23,9 @@ class Tile(NamedTuple):
 
 
 # (queries, keys, warps, stages) of the forward pass for 16-bit inputs, by family of architectures and by the
-# wider head_dim: up to 64, 128, 256, 512. Triton knows no tensor cores of sm75.
+# wider head_dim: up to 64, 128, 256, 512.
 _WIDTHS = (64, 128, 256, 512)
 _FORWARD = {
-    "sm75": ((32, 32, 8, 2), (32, 16, 8, 2), (16, 16, 8, 2), (16, 16, 8, 1)),
     "sm80": ((128, 64, 4, 3), (128, 64, 8, 3), (64, 64, 8, 2), (32, 32, 8, 2)),
     "sm86": ((128, 64, 4, 3), (128, 32, 8, 2), (64, 32, 8, 2), (32, 16, 8, 2)),
     "sm90": ((128, 128, 8, 3), (128, 128, 8, 2), (128, 64, 8, 2), (32, 32, 8, 2)),
@@ -34,11 +33,11 @@ _FORWARD = {
     "gfx9": ((128, 64, 4, 1), (128, 64, 4, 1), (64, 32, 4, 1), (32, 16, 4, 1)),
     "gfx11": ((64, 32, 8, 1), (32, 32, 8, 1), (32, 16, 8, 1), (16, 16, 8, 1)),
 }
-# For float32, whose exact products take no tensor cores: each thread holds whole rows of both tiles.
-_FORWARD_SINGLE = ((32, 32, 8, 2), (32, 16, 8, 2), (16, 16, 8, 2), (16, 16, 8, 1))
+# Without tensor cores (float32, whose products are exact, and sm75, for which Triton knows none) each thread
+# holds whole rows of both tiles.
+_FORWARD_WITHOUT = ((32, 32, 8, 2), (32, 16, 8, 2), (16, 16, 8, 2), (16, 16, 8, 1))
 # Of the backward pass, up to 64, 128 and 256: for dK and dV, then for dQ.
 _KEY_GRADIENTS = {
-    "sm75": ((32, 32, 4, 1), (16, 32, 8, 1), (16, 16, 8, 1)),
     "sm80": ((64, 128, 8, 2), (32, 128, 8, 2), (32, 64, 8, 1)),
     "sm86": ((64, 128, 8, 2), (32, 128, 8, 2), (16, 64, 8, 1)),
     "sm90": ((64, 128, 8, 3), (64, 128, 8, 2), (32, 64, 8, 2)),
@@ -47,7 +46,6 @@ _KEY_GRADIENTS = {
     "gfx11": ((32, 32, 4, 1), (16, 32, 4, 1), (16, 16, 4, 1)),
 }
 _QUERY_GRADIENTS = {
-    "sm75": ((32, 32, 4, 1), (32, 16, 8, 1), (16, 16, 8, 1)),
     "sm80": ((128, 64, 8, 2), (128, 32, 8, 2), (64, 32, 8, 1)),
     "sm86": ((128, 64, 8, 2), (128, 32, 8, 2), (32, 32, 8, 1)),
     "sm90": ((128, 64, 8, 3), (128, 64, 8, 2), (64, 32, 8, 2)),
@@ -55,8 +53,8 @@ _QUERY_GRADIENTS = {
     "gfx9": ((64, 64, 4, 1), (64, 32, 4, 1), (64, 16, 4, 1)),
     "gfx11": ((32, 32, 4, 1), (32, 16, 4, 1), (16, 16, 4, 1)),
 }
-_KEY_GRADIENTS_SINGLE = ((16, 32, 8, 1), (16, 32, 8, 1), (16, 16, 8, 1))
-_QUERY_GRADIENTS_SINGLE = ((32, 16, 8, 1), (32, 16, 8, 1), (16, 16, 8, 1))
+_KEY_GRADIENTS_WITHOUT = ((16, 32, 8, 1), (16, 32, 8, 1), (16, 16, 8, 1))
+_QUERY_GRADIENTS_WITHOUT = ((32, 16, 8, 1), (32, 16, 8, 1), (16, 16, 8, 1))
 _INTERPRETED = Tile(32, 32, 4, 1)
 _INTERPRETED_DECODE = Tile(16, 32, 4, 1)
 
@@ -77,7 +75,7 @@ def forward_tiles(
     if target.name == "interpreter":
         return (_INTERPRETED,)
     width = max(width_of(head_dim), width_of(value_dim))
-    table = _FORWARD[family_of(target)] if itemsize == 2 else _FORWARD_SINGLE
+    table = _FORWARD_WITHOUT if _without_tensor_cores(target, itemsize) else _FORWARD[family_of(target)]
     queries, keys, warps, stages = table[_row(width)]
     if rich and keys * width > 64 * 64:
         keys = max(16, keys // 2)
@@ -100,7 +98,7 @@ def decode_tile(target: Target, itemsize: int, head_dim: int, value_dim: int, ro
     if target.name == "interpreter":
         return _INTERPRETED_DECODE
     width = max(width_of(head_dim), width_of(value_dim))
-    if itemsize == 4 or family_of(target) == "sm75":
+    if _without_tensor_cores(target, itemsize):
         return _fitting(Tile(16, 16, 8, 2), itemsize, head_dim, value_dim, target.shared_memory // 2)
     queries = min(64 if width <= 256 else 16, width_of(rows))
     tile = Tile(queries, 64 if width <= 128 else 16, 8 if queries * width > 64 * 128 else 4, 3)
@@ -130,11 +128,13 @@ def family_of(target: Target) -> str:
     if target.name.startswith("gfx"):
         return "gfx9" if target.name.startswith("gfx9") else "gfx11"
     capability, large = int(target.name[2:]), target.shared_memory > 128 * 1024
-    if capability < 80:
-        return "sm75"
     if capability < 90 or not large:
         return "sm80" if large else "sm86"
     return "sm90" if capability < 100 else "sm100"
+
+
+def _without_tensor_cores(target: Target, itemsize: int) -> bool:
+    return itemsize == 4 or target.name == "sm75"
 
 
 def _row(width: int) -> int:
@@ -145,18 +145,18 @@ def key_gradient_tile(target: Target, itemsize: int, head_dim: int, value_dim: i
     """Tiles of dK and dV, whose sums stay in registers while the queries pass by."""
     if target.name == "interpreter":
         return Tile(16, 64, 4, 1)
-    width = max(width_of(head_dim), width_of(value_dim))
-    table = _KEY_GRADIENTS[family_of(target)] if itemsize == 2 else _KEY_GRADIENTS_SINGLE
-    return Tile(*table[_row(width)])
+    without = _without_tensor_cores(target, itemsize)
+    table = _KEY_GRADIENTS_WITHOUT if without else _KEY_GRADIENTS[family_of(target)]
+    return Tile(*table[_row(max(width_of(head_dim), width_of(value_dim)))])
 
 
 def query_gradient_tile(target: Target, itemsize: int, head_dim: int, value_dim: int) -> Tile:
     """Tiles of dQ."""
     if target.name == "interpreter":
         return Tile(64, 16, 4, 1)
-    width = max(width_of(head_dim), width_of(value_dim))
-    table = _QUERY_GRADIENTS[family_of(target)] if itemsize == 2 else _QUERY_GRADIENTS_SINGLE
-    return Tile(*table[_row(width)])
+    without = _without_tensor_cores(target, itemsize)
+    table = _QUERY_GRADIENTS_WITHOUT if without else _QUERY_GRADIENTS[family_of(target)]
+    return Tile(*table[_row(max(width_of(head_dim), width_of(value_dim)))])
 
 
 def bias_gradient_tile(target: Target, itemsize: int, head_dim: int, value_dim: int) -> Tile:
