@@ -46,20 +46,6 @@ def packed_problem(
         lower, upper, first, last, dense = masks.Intervals(dense=mask)
     else:
         lower, upper, first, last, dense = mask.intervals(lengths)
-    inputs = (tensor.requires_grad_(requires_grad) for tensor in (query, key, value))
-    return (*inputs, starts(queries), starts(keys))  # type: ignore[return-value]
-
-
-def packed_problem(
-    query: Tensor, key: Tensor, value: Tensor, cu_q: Tensor, cu_k: Tensor, mask: Any = None, **options: Any
-) -> AttentionProblem:
-    """The call of `attention_varlen` as backends see it; `mask` may be a tensor."""
-    longest = int(cu_q.diff().max()), int(cu_k.diff().max())
-    lengths = Packed(len(query), len(key), longest[1], longest, cu_q, cu_k, cu_k.diff())
-    intervals = (
-        masks.Intervals(mask=mask) if mask is None or isinstance(mask, Tensor) else mask.intervals(lengths)
-    )
-    lower, upper, first, last, dense = intervals
     inputs = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
     return AttentionProblem(
         *inputs, lower=lower, upper=upper, first=first, last=last,
