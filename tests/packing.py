@@ -39,12 +39,15 @@ def packed(
 def packed_problem(
     query: Tensor, key: Tensor, value: Tensor, cu_q: Tensor, cu_k: Tensor, mask: Any = None, **options: Any
 ) -> AttentionProblem:
-    """The call of `attention_varlen` as backends see it; `mask` is a Mask or None."""
+    """The call of `attention_varlen` as backends see it; `mask` may be a tensor."""
     longest = int(cu_q.diff().max()), int(cu_k.diff().max())
     lengths = Packed(len(query), len(key), longest[1], longest, cu_q, cu_k, cu_k.diff())
-    lower, upper, first, last, dense = masks.Intervals() if mask is None else mask.intervals(lengths)
+    if mask is None or isinstance(mask, Tensor):
+        lower, upper, first, last, dense = masks.Intervals(dense=mask)
+    else:
+        lower, upper, first, last, dense = mask.intervals(lengths)
     inputs = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
     return AttentionProblem(
         *inputs, lower=lower, upper=upper, first=first, last=last,
-        query_starts=cu_q, key_starts=cu_k, **{"scale": query.shape[-1] ** -0.5, "mask": dense, **options},
+        query_starts=cu_q, key_starts=cu_k, mask=dense, **{"scale": query.shape[-1] ** -0.5, **options},
     )  # fmt: skip

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from flashtile.gpu.target import Target
-from flashtile.problem import AttentionProblem
+from flashtile.problem import AttentionProblem, Gradients
 from tests.oracle import random_problem
 
 _KIB = 1024
@@ -60,9 +60,10 @@ class Case(NamedTuple):
 
 
 class Compiled(NamedTuple):
-    """One kernel that a call launches."""
+    """One kernel that a call launches; `repair`: its variant for NaN and infinity."""
 
     kernel: str
+    repair: bool
     registers: int
     stack: int  # bytes of a thread
     spilled: int  # registers, on NVIDIA's devices those within a loop over tensor-core instructions
@@ -95,6 +96,21 @@ def _forward(problem: AttentionProblem) -> None:
     engine.forward(problem, problem.query.new_empty(*rows, problem.value.shape[3]), torch.empty(rows))
 
 
+def _backward(problem: AttentionProblem) -> None:
+    from flashtile.gpu import engine
+
+    rows, small = problem.query.shape[:3], ("bias", "alibi_slopes", "sinks")
+    out = problem.query.new_empty(*rows, problem.value.shape[3])
+    gradients = Gradients(
+        *(torch.empty_like(tensor) for tensor in (problem.query, problem.key, problem.value)),
+        **{
+            name: None if (tensor := getattr(problem, name)) is None else torch.empty(tensor.shape)
+            for name in small
+        },
+    )
+    engine.backward(problem, out, torch.empty(rows), torch.empty_like(out), torch.empty(rows), gradients)
+
+
 class Kernel(NamedTuple):
     """Queries and keys of a sequence, and what is called."""
 
@@ -107,9 +123,10 @@ KERNELS = {
     "forward": Kernel(256, 512, _forward),
     "decode": Kernel(2, 4096, _forward),
     "single": Kernel(1, 1, _forward),  # Triton makes a constant of every 1
+    "backward": Kernel(256, 512, _backward),
 }
 # Kernels that multiply no tiles.
-WITHOUT_PRODUCTS = {"merge_splits"}
+WITHOUT_PRODUCTS = {"merge_splits", "row_numbers", "sum_rows"}
 
 
 def problem_of(case: Case) -> AttentionProblem:
@@ -127,10 +144,10 @@ def compile_case(case: Case) -> list[Compiled]:
     """What the kernels that this call would launch compile to; `pretend` was called before."""
     _caught.clear()
     KERNELS[case.kernel].call(problem_of(case))
-    return [_inspect(kernel) for kernel in _caught]
+    return [_inspect(*caught) for caught in _caught]
 
 
-_caught: list[Any] = []
+_caught: list[tuple[Any, bool]] = []
 
 
 def pretend(target: Target) -> None:
@@ -157,7 +174,8 @@ def pretend(target: Target) -> None:
     run = JITFunction.run
 
     def compile_only(self: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:
-        _caught.append(run(self, *arguments, grid=grid, warmup=True, **options))
+        kernel = run(self, *arguments, grid=grid, warmup=True, **options)
+        _caught.append((kernel, options.get("REPAIR", False)))
 
     triton.runtime.driver.set_active(Driver())
     JITFunction.run = compile_only
@@ -170,7 +188,7 @@ def pretend(target: Target) -> None:
 _PRODUCTS = ("wgmma.mma_async", "mma.sync", "tcgen05.mma", "v_mfma", "v_wmma")
 
 
-def _inspect(kernel: Any) -> Compiled:
+def _inspect(kernel: Any, repair: bool) -> Compiled:
     text = kernel.asm.get("ptx") or kernel.asm["amdgcn"]
     names = re.findall(rf"^\s*(?:@!?%p\d+ )?({'|'.join(map(re.escape, _PRODUCTS))})", text, re.M)
     products = dict(Counter(names))
@@ -181,7 +199,7 @@ def _inspect(kernel: Any) -> Compiled:
             int(re.search(rf"\.{name}:\s*(\d+)", text)[1])  # type: ignore[index]
             for name in ("vgpr_count", "private_segment_fixed_size", "vgpr_spill_count")
         )
-    return Compiled(kernel.metadata.name, registers, stack, spilled, kernel.metadata.shared, products)
+    return Compiled(kernel.metadata.name, repair, registers, stack, spilled, kernel.metadata.shared, products)
 
 
 def _resources(cubin: bytes) -> tuple[int, int, int]:

@@ -135,7 +135,7 @@ def load_queries(
     CHECKED: tl.constexpr,
     APART: tl.constexpr,
 ):
-    """The queries [start, start + QUERIES), without a ``row_rest`` unless APART.
+    """The queries [start, start + QUERIES), with a ``row_rest`` of 0 unless APART.
 
     P and dS of rows that do not exist are 0.
     """
@@ -145,7 +145,7 @@ def load_queries(
     at_grad_out = row_addresses(inputs.grad_out, place, row)
     first, last = visible_spans(visible, place.query_entry, row, position, inside, place.keys)
     at = place.query_entry * numbers.batch + place.head.to(tl.int64) * numbers.head + row
-    row_rest = None
+    row_rest = tl.zeros((QUERIES,), tl.float32)
     if APART:
         row_rest = tl.load(numbers.row_rest + at, mask=inside, other=0.0)
     if CHECKED:
@@ -215,10 +215,8 @@ def probabilities(
     scores, capped = tile_scores(
         products, terms, place.sequence, place.head, position, index, bias, place.queries, place.keys
     )
-    scores -= tl.expand_dims(rows.row_max, across)
-    if rows.row_rest is not None:
-        scores -= tl.expand_dims(rows.row_rest, across)
-    p, kept = tl.exp2(scores), None
+    scores = scores - tl.expand_dims(rows.row_max, across) - tl.expand_dims(rows.row_rest, across)
+    p, kept = tl.exp2(scores), seen
     if MASKED:  # 0 even where a NaN went into it
         p = tl.where(seen, p, 0.0)
     dropped = p

@@ -294,12 +294,7 @@ SMALL = ("bias", "alibi_slopes", "sinks")
 @pytest.mark.parametrize("options", PACKED_OPTIONS.values(), ids=PACKED_OPTIONS)
 def test_packed_sequences(dtype, options):
     options = {name: value.to(dtype) if name == "bias" else value for name, value in options.items()}
-    mask = options.pop("mask", None)
-    dense = mask if isinstance(mask, Tensor) else None
-    problem = packed_problem(
-        *packed(QUERIES, KEYS, dtype=dtype, value_head_dim=24), mask if dense is None else None, **options
-    )
-    problem.mask = dense
+    problem = packed_problem(*packed(QUERIES, KEYS, dtype=dtype, value_head_dim=24), **options)
     for tensor, end in ((problem.query, sum(QUERIES)), (problem.key, sum(KEYS)), (problem.value, sum(KEYS))):
         tensor[:, :, end:] = math.nan  # behind the last sequence: nobody sees it
     grad_out, grad_lse = random_gradients(problem)

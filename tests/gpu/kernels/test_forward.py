@@ -300,10 +300,7 @@ PACKED_OPTIONS = {
 @pytest.mark.parametrize("options", PACKED_OPTIONS.values(), ids=PACKED_OPTIONS)
 def test_packed_sequences(dtype, options):
     options = {name: value.to(dtype) if name == "bias" else value for name, value in options.items()}
-    mask = options.pop("mask", None)
-    if isinstance(mask, Tensor):
-        options["mask"], mask = mask, None
-    problem = packed_problem(*packed(QUERIES, KEYS, dtype=dtype, value_head_dim=24), mask, **options)
+    problem = packed_problem(*packed(QUERIES, KEYS, dtype=dtype, value_head_dim=24), **options)
     for tensor, end in ((problem.query, sum(QUERIES)), (problem.key, sum(KEYS)), (problem.value, sum(KEYS))):
         tensor[:, :, end:] = math.nan  # behind the last sequence: nobody sees it
     check(problem)
