@@ -68,17 +68,25 @@ def dropout_mask(
 
 
 def kept_entries(
-    seed: Tensor, threshold: int, head_index: Tensor, query_length: int, key_length: int
+    seed: Tensor,
+    threshold: int,
+    head_index: Tensor,
+    query_length: int,
+    key_length: int,
+    first_query: int = 0,
+    first_key: int = 0,
 ) -> Tensor:
     """Bool (heads, query_length, key_length) for heads of these numbers, (heads,) int64; see dropout_mask."""
     bits = seed.reshape(())
-    query_index = torch.arange(query_length, device=bits.device)[:, None]
-    key_block = torch.arange((key_length + 3) // 4, device=bits.device)
+    query_index = torch.arange(first_query, first_query + query_length, device=bits.device)[:, None]
+    skipped = first_key % 4
+    key_block = torch.arange(first_key // 4, (first_key + key_length + 3) // 4, device=bits.device)
     words = philox(
         (key_block, query_index, head_index[:, None, None], torch.zeros_like(key_block)),
         (bits & _WORD, bits >> 32 & _WORD),
     )
-    return (torch.stack(words, dim=-1) >= threshold).flatten(-2)[..., :key_length]
+    kept = (torch.stack(words, dim=-1) >= threshold).flatten(-2)
+    return kept[..., skipped : skipped + key_length]
 
 
 def keep_threshold(dropout_p: float) -> int:
