@@ -85,6 +85,7 @@ def gather(group: Group, tensor: Tensor, lengths: Sequence[int], step: str) -> l
     padded = tensor.new_zeros(max(lengths), *tensor.shape[1:])
     padded[: len(tensor)] = tensor
     received = [torch.empty_like(padded) for _ in lengths]
-    with named(step):
-        dist.all_gather(received, padded, group)
+    if padded.numel():  # gloo cannot gather nothing
+        with named(step):
+            dist.all_gather(received, padded, group)
     return [one[:length] for one, length in zip(received, lengths, strict=True)]

@@ -75,18 +75,17 @@ class _Ring:
 
     def memory(self, source: int, dtype: torch.dtype) -> Tensor:
         """Room for the keys and values of a rank (or their gradients), in one piece that can be sent."""
-        return self.query.new_empty(sum(self._sizes(source)), dtype=dtype)
+        return self.query.new_empty(sum(shape.numel() for shape in self._shapes(source)), dtype=dtype)
 
     def views(self, memory: Tensor, source: int) -> tuple[Tensor, Tensor]:
         """The keys and the values in it."""
-        key, value = memory.split_with_sizes(self._sizes(source))
-        (batch, heads, _, head_dim), value_dim = self.key.shape, self.value.shape[3]
-        return key.view(batch, heads, -1, head_dim), value.view(batch, heads, -1, value_dim)
+        shapes = self._shapes(source)
+        key, value = memory.split_with_sizes([shape.numel() for shape in shapes])
+        return key.view(shapes[0]), value.view(shapes[1])
 
-    def _sizes(self, source: int) -> list[int]:
+    def _shapes(self, source: int) -> list[torch.Size]:
         length = sum(chunk.length for chunk in self.whole.keys[source])
-        batch, heads = self.key.shape[:2]
-        return [batch * heads * length * tensor.shape[3] for tensor in (self.key, self.value)]
+        return [torch.Size((*t.shape[:2], length, t.shape[3])) for t in (self.key, self.value)]
 
     def keys(self, step: int, memory: Tensor | None) -> tuple[Tensor, Tensor]:
         """The keys and values of a step, from what ``fetch`` has brought."""
