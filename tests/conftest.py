@@ -35,6 +35,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    poison_fresh_memory(monkeypatch)
+
+
+def poison_fresh_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fresh tensors hold NaN (integers: their lowest value; bytes: 255, NaN in every float dtype), so that an
     element nobody wrote shows."""
 

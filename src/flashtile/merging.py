@@ -51,15 +51,21 @@ def merge(outputs: Tensor | Sequence[Tensor], lses: Tensor | Sequence[Tensor]) -
                 raise ValueError(f"{name} must all be on {parts[0].device}, got {tensor.device}")
             if tensor.shape != expected:
                 raise ValueError(f"{name} must have shape {tuple(expected)} each, got {shape_of(tensor)}")
-    lse = torch.stack(rows)
+    out, lse = combine(parts, rows)
+    return out.to(dtype), lse
+
+
+def combine(outputs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """What ``merge`` computes, in the dtype of the LSEs."""
+    lse = torch.stack(tuple(lses))
     seen = lse != -torch.inf
     # An LSE of -inf has an exponential of 0, but no gradient: inf - inf.
     some = seen.any(dim=0)
     total = torch.logsumexp(torch.where(seen | ~some, lse.masked_fill(~some, 0.0), -torch.inf), dim=0)
     weight = torch.where(seen, torch.exp(lse.masked_fill(~seen, 0.0) - total), 0.0)
-    stacked = torch.where(seen[..., None], torch.stack(parts), 0.0)
+    stacked = torch.where(seen[..., None], torch.stack(tuple(outputs)), 0.0)
     out = (stacked * weight[..., None]).sum(dim=0)
-    return out.to(dtype), torch.where(some, total, -torch.inf)
+    return out, torch.where(some, total, -torch.inf)
 
 
 def _tensors(name: str, values: Tensor | Sequence[Tensor]) -> list[Tensor]:

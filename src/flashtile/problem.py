@@ -6,6 +6,7 @@ A backend trusts the problem: shapes agree, dtypes are supported, every tensor i
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +22,20 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 def default_scale(query: Tensor) -> float:
     """The factor of the scores where the caller gives none: head_dim ** -0.5."""
     return float(query.shape[3] ** -0.5)
+
+
+class Part(NamedTuple):
+    """Where a problem lies in a larger one, of which it has some of the queries, keys and heads.
+
+    Dropout and ALiBi count positions and heads in the whole. The LSE, output and gradients that its backward
+    pass gets are those of the whole too: probabilities are shares of the whole row.
+    """
+
+    query: int = 0  # position of its first query
+    key: int = 0  # position of its first key
+    head: int = 0  # number of its first query head
+    heads: int = 0  # query heads of the whole
+    diagonal: int = 0  # keys minus queries of the whole
 
 
 # Not frozen: building a frozen one takes a microsecond longer, a tenth of a small call. Nobody changes it.
@@ -55,6 +70,7 @@ class AttentionProblem:
     key_lengths: Tensor | None = None  # int64 (B,): keys of a cache that are in use, the first ones
     batch_index: Tensor | None = None  # int64 (B,): where in the cache a sequence lies; its own entry if None
     block_table: Tensor | None = None  # int32 (B, P): the pages of each; key is (pages, Hkv, page_size, D)
+    part: Part | None = None  # not of sequences with lengths of their own
 
     @property
     def ragged(self) -> bool:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from flashtile.dropout import keep_scale, keep_threshold, kept_entries, seed_tensor
 from flashtile.masks import Intervals
-from flashtile.problem import AttentionProblem, compute_dtype
+from flashtile.problem import AttentionProblem, Part, compute_dtype
 
 
 def attention(problem: AttentionProblem, *, row_by_row: bool | None = None) -> tuple[Tensor, Tensor]:
@@ -39,6 +39,7 @@ def _attention(
     batch, heads, query_length, _ = problem.query.shape
     kv_heads, key_length = problem.key.shape[1:3]
     group = heads // max(1, kv_heads)
+    part = problem.part or Part(heads=heads, diagonal=key_length - query_length)
     key, value = (tensor.repeat_interleave(group, dim=1) for tensor in (problem.key, problem.value))
     visible = visible_keys(problem)
     if row_by_row is None:
@@ -51,13 +52,17 @@ def _attention(
     if problem.bias is not None:
         scores = scores + problem.bias
     if problem.alibi_slopes is not None:
-        distance = alibi_distance(query_length, key_length, scores.device)
+        distance = alibi_distance(query_length, key_length, scores.device, part)
         scores = scores - problem.alibi_slopes.to(scores.dtype)[:, :, None, None] * distance
     probabilities, lse = _softmax(scores, visible, problem.sinks)
     if problem.dropout_p > 0:
-        head_index = torch.arange(batch * heads, device=scores.device) + first_sequence * heads
+        sequences = torch.arange(batch, device=scores.device)[:, None] + first_sequence
+        head_index = sequences * part.heads + part.head + torch.arange(heads, device=scores.device)
         seed, threshold = seed_tensor(problem.seed, scores.device), keep_threshold(problem.dropout_p)
-        kept = kept_entries(seed, threshold, head_index, query_length, key_length).view_as(scores)
+        kept = kept_entries(
+            seed, threshold, head_index.flatten(), query_length, key_length,
+            first_query=part.query, first_key=part.key,
+        ).view_as(scores)  # fmt: skip
         probabilities = probabilities * kept * keep_scale(problem.dropout_p)
     out = _matmul(probabilities, value, visible[..., None], row_by_row)
     return out, lse.to(compute_dtype(problem.query.dtype))
@@ -148,11 +153,14 @@ def visible_keys(problem: AttentionProblem) -> Tensor:
     return visible.expand(batch, heads, -1, -1)
 
 
-def alibi_distance(query_length: int, key_length: int, device: torch.device) -> Tensor:
-    """|i + Sk - Sq - j|, (Sq, Sk): the last query stands at the last key."""
-    query_index = torch.arange(query_length, device=device)[:, None]
-    key_index = torch.arange(key_length, device=device)
-    return (query_index + key_length - query_length - key_index).abs()
+def alibi_distance(
+    query_length: int, key_length: int, device: torch.device, part: Part | None = None
+) -> Tensor:
+    """|i + Sk - Sq - j|, (Sq, Sk): the last query stands at the last key, of the whole if this is a part."""
+    part = part or Part(diagonal=key_length - query_length)
+    query_index = torch.arange(query_length, device=device)[:, None] + part.query
+    key_index = torch.arange(key_length, device=device) + part.key
+    return (query_index + part.diagonal - key_index).abs()
 
 
 def cast(problem: AttentionProblem, dtype: torch.dtype) -> AttentionProblem:

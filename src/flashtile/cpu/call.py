@@ -46,6 +46,8 @@ LOWER, UPPER = _fields(1), _fields(1)
 SCALE, SOFTCAP, KEEP_SCALE = (_fields(1) for _ in range(3))  # float64 bits; softcap 0 = none
 # DROPOUT: whether there is any; words >= the threshold are kept.
 DROPOUT, DROPOUT_THRESHOLD, SEED_LOW, SEED_HIGH = (_fields(1) for _ in range(4))
+# What counts positions and heads in the whole of which this call is a part, in elements (see problem.Part).
+PART_QUERY, PART_KEY, PART_HEAD, PART_HEADS, PART_DIAGONAL = (_fields(1) for _ in range(5))
 TILES, SPLITS = _fields(1), _fields(1)
 SPLIT_KEYS, SPACE, PROGRESS, GRAD_SLOPES = (_fields(1) for _ in range(4))  # of decode and backward
 TILE_KEYS = _fields(1)
@@ -112,6 +114,12 @@ def describe(problem: AttentionProblem) -> array[int]:
     call[LOWER] = -UNBOUNDED if problem.lower is None else _bound(problem.lower)
     call[UPPER] = UNBOUNDED if problem.upper is None else _bound(problem.upper)
     call[SCALE] = float_bits(problem.scale)
+    call[PART_HEADS] = heads
+    if problem.part is not None:
+        first_query, first_key, head, all_heads, diagonal = problem.part
+        # Kernels know their own diagonal, keys - queries.
+        diagonal += first_query - first_key - (key_length - query_length)
+        put(call, PART_QUERY, [first_query, first_key, head, all_heads, diagonal])
     _describe_options(call, problem)
     return call
 

@@ -73,7 +73,8 @@ def backward(
             c.put(call, at, c.tensor_fields(tensor))
         for tensor, at in ((gradients.key, c.GRAD_KEY), (gradients.value, c.GRAD_VALUE)):
             c.put(call, at, c.tensor_fields(tensor))
-        maxima, rest = _split_lse(problem, lse)
+        # Nobody knows the maxima of the whole rows that a part belongs to.
+        maxima, rest = (lse, None) if problem.part is not None else _split_lse(problem, lse)
         c.put(call, c.LSE, c.tensor_fields(maxima, 3))
         c.put(call, c.LSE_REST, c.tensor_fields(rest, 3))
         c.put(call, c.DELTA, c.tensor_fields(delta, 3))

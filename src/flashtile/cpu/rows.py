@@ -15,6 +15,10 @@ from .call import (
     LAST,
     LOWER,
     MASK,
+    PART_DIAGONAL,
+    PART_HEAD,
+    PART_HEADS,
+    PART_QUERY,
     SLOPES,
     UPPER,
     field,
@@ -27,13 +31,14 @@ from .simd import peek, peek_int32, peek_int64, poke, poke_int32, poke_int64
 QUERY_ROW, OUT_ROW, BIAS_ROW, MASK_ROW, GRAD_OUT_ROW, GRAD_QUERY_ROW, GRAD_BIAS_ROW = (
     512 * i for i in range(7)
 )
-# int32 per lane
-INDEX, FIRST_KEY, LAST_KEY, BATCH_HEAD = (512 * i for i in range(7, 11))
+# int32 per lane; DRAW_QUERY and DRAW_HEAD number the row for dropout, in the whole if the call is a part
+INDEX, FIRST_KEY, LAST_KEY, BATCH_HEAD, DRAW_QUERY, DRAW_HEAD = (512 * i for i in range(7, 13))
 # compute numbers per lane
-SLOPE, ROW_MAX, ROW_SUM, FACTOR, ROW_LSE, ROW_REST, ROW_DELTA = (512 * i for i in range(11, 18))
-# int64 once: lanes in use; keys seen by some lane [LOW, HIGH), by every lane [FULL_LOW, FULL_HIGH); Sk - Sq
-COUNT, LOW, HIGH, FULL_LOW, FULL_HIGH, DIAGONAL = (512 * 18 + 8 * i for i in range(6))
-TABLE_BYTES = 512 * 19
+SLOPE, ROW_MAX, ROW_SUM, FACTOR, ROW_LSE, ROW_REST, ROW_DELTA = (512 * i for i in range(13, 20))
+# int64 once: lanes in use; keys seen by some lane [LOW, HIGH), by every lane [FULL_LOW, FULL_HIGH); query i
+# stands at key i + DIAGONAL for ALiBi
+COUNT, LOW, HIGH, FULL_LOW, FULL_HIGH, DIAGONAL = (512 * 20 + 8 * i for i in range(6))
+TABLE_BYTES = 512 * 21
 
 
 @native
@@ -83,6 +88,9 @@ def set_rows(
         poke_int32(table + FIRST_KEY + 4 * lane, first)
         poke_int32(table + LAST_KEY + 4 * lane, last)
         poke_int32(table + BATCH_HEAD + 4 * lane, batch * field(call, HEADS) + head)
+        poke_int32(table + DRAW_QUERY + 4 * lane, field(call, PART_QUERY) + query)
+        draw_head = batch * field(call, PART_HEADS) + field(call, PART_HEAD) + head
+        poke_int32(table + DRAW_HEAD + 4 * lane, draw_head)
         poke_int64(table + BIAS_ROW + 8 * lane, plane_at(call, BIAS, batch, head, query))
         poke_int64(table + MASK_ROW + 8 * lane, plane_at(call, MASK, batch, head, query))
         slopes = field(call, SLOPES)
@@ -94,7 +102,7 @@ def set_rows(
     poke_int64(table + HIGH, high)
     poke_int64(table + FULL_LOW, full_low)
     poke_int64(table + FULL_HIGH, full_high)
-    poke_int64(table + DIAGONAL, keys - queries)
+    poke_int64(table + DIAGONAL, keys - queries + field(call, PART_DIAGONAL))
 
 
 @native

@@ -8,11 +8,20 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from .call import DROPOUT, DROPOUT_THRESHOLD, KEEP_SCALE, SEED_HIGH, SEED_LOW, field, real_field
+from .call import (
+    DROPOUT,
+    DROPOUT_THRESHOLD,
+    KEEP_SCALE,
+    PART_KEY,
+    SEED_HIGH,
+    SEED_LOW,
+    field,
+    real_field,
+)
 from .exponential import exp2
 from .kinds import Kind, compute_size, is_pairs, lanes, native, vector_size
 from .philox import keep_factors
-from .rows import BATCH_HEAD, FACTOR, INDEX, ROW_MAX, ROW_SUM
+from .rows import DRAW_HEAD, DRAW_QUERY, FACTOR, ROW_MAX, ROW_SUM
 from .scores import LOG2_E
 from .simd import any_lane, load, load_int, maximum, select, splat, store
 from .tiles import pack_pairs
@@ -20,14 +29,29 @@ from .tiles import pack_pairs
 
 @native
 def dropout_factors(kind: Kind, call: int, table: int, lane: int, key: int) -> Any:
-    """The keep factors of keys key .. key + 3 (key a multiple of 4) for one vector of rows."""
+    """The keep factors of keys key .. key + 3 for one vector of rows."""
+    position = field(call, PART_KEY) + key
+    quad, shift = position // 4, position % 4
+    a, b, c, d = _factors_of_quad(kind, call, table, lane, quad)
+    if shift == 0:
+        return a, b, c, d
+    e, f, g, _ = _factors_of_quad(kind, call, table, lane, quad + 1)
+    if shift == 1:
+        return b, c, d, e
+    if shift == 2:
+        return c, d, e, f
+    return d, e, f, g
+
+
+@native
+def _factors_of_quad(kind: Kind, call: int, table: int, lane: int, quad: int) -> Any:
     return keep_factors(
         kind,
         field(call, SEED_LOW),
         field(call, SEED_HIGH),
-        load_int(kind, table + INDEX + 4 * lane),
-        load_int(kind, table + BATCH_HEAD + 4 * lane),
-        key // 4,
+        load_int(kind, table + DRAW_QUERY + 4 * lane),
+        load_int(kind, table + DRAW_HEAD + 4 * lane),
+        quad,
         field(call, DROPOUT_THRESHOLD),
         real_field(call, KEEP_SCALE),
     )

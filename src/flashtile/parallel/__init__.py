@@ -1,0 +1,11 @@
+"""Attention over a sequence that lies on several ranks of torch.distributed: gloo on CPUs, NCCL on GPUs."""
+
+from flashtile.parallel.attention import (
+    allgather_attention,
+    mesh_attention,
+    ring_attention,
+    ulysses_attention,
+)
+from flashtile.parallel.sharding import shard, unshard
+
+__all__ = ["allgather_attention", "mesh_attention", "ring_attention", "shard", "ulysses_attention", "unshard"]
