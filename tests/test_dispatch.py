@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import flashtile
 from flashtile import dispatch
 from flashtile.gpu import fallback, target
-from flashtile.problem import AttentionProblem
+from flashtile.problem import AttentionProblem, Part
 
 
 def test_cpu_tensors_go_to_the_cpu_engine(dtype):
@@ -102,6 +102,11 @@ def test_without_kernels_torchs_attention_serves_what_means_the_same(kernels):
     assert dispatch.backend(gpu_problem(upper=0), backward=True) is fallback
     with pytest.raises(NotImplementedError, match=r"\(Triton is not installed\), and .* it has no softcap"):
         dispatch.backend(gpu_problem(softcap=3.0))
+
+
+def test_a_part_of_a_larger_problem_is_not_served_on_a_gpu(kernels):
+    with pytest.raises(NotImplementedError, match="part of a larger problem on a GPU"):
+        dispatch.backend(gpu_problem(part=Part(heads=2)))
 
 
 def test_float64_on_a_gpu_is_standard_attention(kernels):

@@ -105,7 +105,10 @@ def check(architecture: str, case: Case, select: Any) -> None:
 
 def parameters(select: Any) -> list[Any]:
     return [
-        pytest.param(architecture, case, id=f"{architecture}:{case}")
+        # a group runs in one process of several, which then compiles its cases once
+        pytest.param(
+            architecture, case, id=f"{architecture}:{case}", marks=pytest.mark.xdist_group(architecture)
+        )
         for architecture in TARGETS
         for case in select(architecture)
     ]
