@@ -91,9 +91,11 @@ def _pass_of(problem: AttentionProblem, lse: Tensor, grad_out: Tensor) -> _Pass:
         torch.empty_like(lse, memory_format=torch.contiguous_format) for _ in range(3)
     )
     apart = torch.zeros(1, dtype=torch.int32, device=lse.device)
-    tensors = (problem.query, problem.key, problem.value, grad_out)
+    query, key, value, grad_out_rows = map(
+        exact_rows_of, (problem.query, problem.key, problem.value, grad_out)
+    )
     return _Pass(
-        inputs=Inputs(*(exact_rows_of(tensor) for tensor in tensors)),
+        inputs=Inputs(query, key, value, grad_out_rows),
         numbers=RowNumbers(row_max, row_rest, delta, apart, heads * rows, rows),
         sequences=sequences_of(problem),
         visible=visible_of(problem),

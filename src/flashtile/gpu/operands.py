@@ -84,7 +84,8 @@ def exact_rows_of(tensor: Tensor) -> Rows:
 
 def numbers_of(tensor: Tensor) -> Rows:
     """Of a 3-D tensor with one number for every row, such as an LSE."""
-    return Rows(tensor, *tensor.stride(), 1)
+    batch, head, row = tensor.stride()
+    return Rows(tensor, batch, head, row, 1)
 
 
 def sequences_of(problem: AttentionProblem) -> Sequences:
