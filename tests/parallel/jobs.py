@@ -37,6 +37,7 @@ class Case:
     shards: tuple[list[int], list[int]] | None = None
     mesh: tuple[int, int] | None = None
     sizes: dict[str, Any] = field(default_factory=dict)
+    poisoned: str | None = None  # the input that holds a NaN
 
     def problem(self) -> tuple[AttentionProblem, Tensor, Tensor]:
         """The whole problem, grad_out and grad_lse."""
@@ -45,6 +46,8 @@ class Case:
         if self.shards is not None:
             lengths = dict(zip(lengths, map(sum, self.shards), strict=True))
         problem = random_problem(**(lengths | self.sizes), mask=self.mask, generator=generator)
+        if self.poisoned is not None:
+            getattr(problem, self.poisoned)[0, 1, 29, 2] = torch.nan
         return problem, *random_gradients(problem, generator)
 
     def rows(self, rank: int, length: int, keys: bool = False) -> Tensor:
