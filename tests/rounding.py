@@ -9,9 +9,9 @@ import random
 import torch
 from torch import Tensor
 
-from flashtile.dropout import dropout_mask, keep_scale
+from flashtile.dropout import keep_scale
 from flashtile.problem import AttentionProblem
-from flashtile.reference import alibi_distance, visible_keys
+from flashtile.reference import alibi_distance, kept_entries_of, visible_keys
 
 
 class Rounding:
@@ -70,7 +70,7 @@ def rounded_attention(
     problem = dataclasses.replace(problem, **finite)
     kept = torch.ones(visible.shape, dtype=torch.float64)
     if problem.dropout_p > 0:
-        kept = dropout_mask(problem.seed, problem.dropout_p, *visible.shape) * keep_scale(problem.dropout_p)
+        kept = kept_entries_of(problem) * keep_scale(problem.dropout_p)
     out, lse = _forward(problem, visible, kept, rounding)
     grad_out = grad_out.nan_to_num(0.0, 0.0, 0.0)
     grad_lse = torch.zeros_like(lse) if grad_lse is None else grad_lse[..., None].nan_to_num(0.0, 0.0, 0.0)
@@ -95,7 +95,8 @@ def _scores(problem: AttentionProblem, visible: Tensor, rounding: Rounding) -> t
 
 
 def _distance(problem: AttentionProblem) -> Tensor:
-    return alibi_distance(problem.query.shape[2], problem.key.shape[2], problem.query.device)
+    lengths = problem.query.shape[2], problem.key.shape[2]
+    return alibi_distance(*lengths, problem.query.device, problem.part)
 
 
 def _sink(problem: AttentionProblem) -> Tensor:

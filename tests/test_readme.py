@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 import flashtile
 from benchmarks import readme
@@ -24,6 +25,18 @@ def inactive_after() -> Iterator[None]:
     flashtile.deactivate()
 
 
+@pytest.fixture
+def launched_alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The environment that torchrun gives the only process of a group."""
+    environment = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("launched_alone")
 def test_code_blocks_run_in_order(capsys):
     text = README.read_text()
     blocks = list(re.finditer(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE))

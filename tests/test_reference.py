@@ -13,8 +13,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from flashtile.dropout import dropout_mask
 from flashtile.masks import causal, documents, key_lengths, window
-from flashtile.problem import AttentionProblem
-from flashtile.reference import attention, cast, visible_keys
+from flashtile.problem import AttentionProblem, Part
+from flashtile.reference import alibi_distance, attention, cast, kept_entries_of, visible_keys
 from tests.oracle import DIFFERENTIABLE, random_problem
 
 problem_of = functools.partial(
@@ -294,6 +294,21 @@ class TestPoison:
         problem.value[0, 0, 3, 1] = math.nan
         out, _ = attention(problem)
         assert torch.isnan(out[0, :2, :, 1]).all()
+
+
+def test_a_part_counts_as_the_whole_does():
+    """Positions and heads of a part are those of the problem that it is cut from."""
+    whole = problem_of(dropout_p=0.5, seed=3)
+    (_, heads, rows, _), keys = whole.query.shape, whole.key.shape[2]
+    part = dataclasses.replace(
+        whole,
+        query=whole.query[:, 1:3, 2:],
+        key=whole.key[:, :1, 3:6],
+        part=Part(query=2, key=3, head=1, heads=heads, diagonal=keys - rows),
+    )
+    assert torch.equal(kept_entries_of(part), kept_entries_of(whole)[:, 1:3, 2:, 3:6])
+    distance = alibi_distance(rows, keys, whole.query.device)[2:, 3:6]
+    assert torch.equal(alibi_distance(rows - 2, 3, whole.query.device, part.part), distance)
 
 
 class TestDtypes:

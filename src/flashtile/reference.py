@@ -36,10 +36,9 @@ def _attention(
     problem: AttentionProblem, row_by_row: bool | None, first_sequence: int = 0
 ) -> tuple[Tensor, Tensor]:
     """Sequences alike; dropout numbers them from ``first_sequence`` on."""
-    batch, heads, query_length, _ = problem.query.shape
+    heads, query_length = problem.query.shape[1:3]
     kv_heads, key_length = problem.key.shape[1:3]
     group = heads // max(1, kv_heads)
-    part = problem.part or Part(heads=heads, diagonal=key_length - query_length)
     key, value = (tensor.repeat_interleave(group, dim=1) for tensor in (problem.key, problem.value))
     visible = visible_keys(problem)
     if row_by_row is None:
@@ -52,17 +51,11 @@ def _attention(
     if problem.bias is not None:
         scores = scores + problem.bias
     if problem.alibi_slopes is not None:
-        distance = alibi_distance(query_length, key_length, scores.device, part)
+        distance = alibi_distance(query_length, key_length, scores.device, problem.part)
         scores = scores - problem.alibi_slopes.to(scores.dtype)[:, :, None, None] * distance
     probabilities, lse = _softmax(scores, visible, problem.sinks)
     if problem.dropout_p > 0:
-        sequences = torch.arange(batch, device=scores.device)[:, None] + first_sequence
-        head_index = sequences * part.heads + part.head + torch.arange(heads, device=scores.device)
-        seed, threshold = seed_tensor(problem.seed, scores.device), keep_threshold(problem.dropout_p)
-        kept = kept_entries(
-            seed, threshold, head_index.flatten(), query_length, key_length,
-            first_query=part.query, first_key=part.key,
-        ).view_as(scores)  # fmt: skip
+        kept = kept_entries_of(problem, first_sequence)
         probabilities = probabilities * kept * keep_scale(problem.dropout_p)
     out = _matmul(probabilities, value, visible[..., None], row_by_row)
     return out, lse.to(compute_dtype(problem.query.dtype))
@@ -151,6 +144,19 @@ def visible_keys(problem: AttentionProblem) -> Tensor:
     if problem.bias is not None:
         visible = visible & (problem.bias != -math.inf)
     return visible.expand(batch, heads, -1, -1)
+
+
+def kept_entries_of(problem: AttentionProblem, first_sequence: int = 0) -> Tensor:
+    """The dropout mask of a problem, bool (B, Hq, Sq, Sk), counted in the whole if the problem is a part."""
+    batch, heads, query_length, _ = problem.query.shape
+    part, device = problem.part or Part(heads=heads), problem.query.device
+    sequences = torch.arange(batch, device=device)[:, None] + first_sequence
+    head_index = sequences * part.heads + part.head + torch.arange(heads, device=device)
+    kept = kept_entries(
+        seed_tensor(problem.seed, device), keep_threshold(problem.dropout_p), head_index.flatten(),
+        query_length, problem.key.shape[2], first_query=part.query, first_key=part.key,
+    )  # fmt: skip
+    return kept.view(batch, heads, *kept.shape[1:])
 
 
 def alibi_distance(

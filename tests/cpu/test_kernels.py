@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flashtile import cpu
-from flashtile.problem import AttentionProblem, Gradients, compute_dtype
+from flashtile.problem import AttentionProblem, Gradients, Part, compute_dtype
 from tests.options import ALL_AT_ONCE, NAMES, pairs, problem_with
 from tests.oracle import (
     assert_close_to_oracle,
@@ -158,6 +158,26 @@ def test_extreme_dropout(dtype, size, dropout_p):
         assert results["grad_value"].eq(0).all()
     else:
         check(problem)
+
+
+@pytest.mark.parametrize("first_key", [0, 1, 2, 3, 1000])
+@pytest.mark.parametrize("size", SIZES)
+def test_a_part_of_a_larger_problem(dtype, size, first_key):
+    """Dropout and ALiBi count positions and heads in the whole; quads of random words start anywhere."""
+    batch, heads, queries, keys = SIZES[size]
+    check(
+        random_problem(
+            batch=batch,
+            heads=heads,
+            query_length=queries,
+            key_length=keys,
+            dtype=dtype,
+            dropout_p=0.4,
+            seed=-(2**50),
+            random_alibi=True,
+            part=Part(query=37, key=first_key, head=3, heads=9, diagonal=-5),
+        )
+    )
 
 
 def test_sinks_that_are_infinite():

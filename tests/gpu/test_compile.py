@@ -1,7 +1,7 @@
 """The kernels compiled for GPUs that are not here: registers, shared memory, tensor-core instructions.
 
 One process per architecture compiles the chosen cases (compiling.py); each is judged by a test of its own.
-The whole matrix is marked slow.
+The whole matrix takes an hour, and runs where it is asked for: pytest -m matrix.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def test_compiles(architecture: str, case: Case) -> None:
     check(architecture, case, chosen)
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.parametrize(("architecture", "case"), parameters(matrix))
 def test_whole_matrix(architecture: str, case: Case) -> None:
     check(architecture, case, matrix)

@@ -11,10 +11,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
+import flashtile
 from flashtile import masks, parallel, torch_ops
 from flashtile.masks import Mask
 from flashtile.problem import AttentionProblem
@@ -35,6 +37,7 @@ class Case:
     shards: tuple[list[int], list[int]] | None = None
     mesh: tuple[int, int] | None = None
     sizes: dict[str, Any] = field(default_factory=dict)
+    poisoned: str | None = None  # the input that holds a NaN
 
     def problem(self) -> tuple[AttentionProblem, Tensor, Tensor]:
         """The whole problem, grad_out and grad_lse."""
@@ -43,6 +46,8 @@ class Case:
         if self.shards is not None:
             lengths = dict(zip(lengths, map(sum, self.shards), strict=True))
         problem = random_problem(**(lengths | self.sizes), mask=self.mask, generator=generator)
+        if self.poisoned is not None:
+            getattr(problem, self.poisoned)[0, 1, 29, 2] = torch.nan
         return problem, *random_gradients(problem, generator)
 
     def rows(self, rank: int, length: int, keys: bool = False) -> Tensor:
@@ -218,3 +223,43 @@ def train_compiled_under_autocast(group: Any) -> list[Tensor]:
         assert out.dtype == torch.bfloat16
         found += [out.detach(), *torch.autograd.grad(out.float().square().sum(), projection)]
     return found
+
+
+class Layer(nn.Module):
+    """Attention between two projections, over all ranks of a group or on one."""
+
+    def __init__(self, group: Any) -> None:
+        super().__init__()
+        self.group, self.project, self.mix = group, nn.Linear(16, 48), nn.Linear(16, 16)
+
+    def forward(self, states: Tensor) -> Tensor:
+        query, key, value = (
+            x.unflatten(-1, (4, 4)).transpose(1, 2) for x in self.project(states).chunk(3, -1)
+        )
+        if self.group is None:
+            out = flashtile.attention(query, key, value, mask=masks.causal())
+        else:
+            options = {"group": self.group, "layout": "zigzag"}
+            out = parallel.ring_attention(query, key, value, mask=masks.causal(), **options)
+        return torch.tanh(self.mix(out.transpose(1, 2).flatten(2)))
+
+
+def train_fully_sharded(group: Any) -> dict[str, tuple[Tensor, Tensor]]:
+    """Weights after a step of FSDP2 with sharded sequences, and after one of a single process."""
+    states, target = torch.randn(2, 2, 24, 16)
+    weights = {}
+    for sharded in (True, False):
+        torch.manual_seed(1)
+        model = Layer(group if sharded else None)
+        own_states, own_target = states, target
+        if sharded:
+            own_states, own_target = (parallel.shard(x, group, 1, "zigzag") for x in (states, target))
+            fully_shard(model, mesh=DeviceMesh.from_group(group, "cpu"))
+        loss = (model(own_states) - own_target).square().sum()
+        # FSDP averages gradients over the ranks.
+        (loss * (dist.get_world_size(group) if sharded else 1)).backward()
+        torch.optim.SGD(model.parameters(), lr=1e-2).step()
+        weights[sharded] = {
+            name: (x.full_tensor() if sharded else x).detach() for name, x in model.named_parameters()
+        }
+    return {name: (weights[True][name], weights[False][name]) for name in weights[True]}

@@ -127,6 +127,13 @@ def test_a_group_of_one(ranks, way):
     check(ranks, Case(1, way, mask=masks.causal(), sizes=OPTIONS["all"][1]))
 
 
+@pytest.mark.parametrize("way", ["ring", "ulysses"])
+@pytest.mark.parametrize("poisoned", ["query", "key", "value"])
+def test_a_nan_reaches_who_sees_it_and_nobody_else(ranks, way, poisoned):
+    for layout in ("contiguous", "zigzag") if way == "ring" else ("contiguous",):
+        check(ranks, Case(2, way, layout, masks.window(20, 0), poisoned=poisoned))
+
+
 def test_longer_sequences_than_a_tile(ranks):
     sizes = {
         "batch": 1,

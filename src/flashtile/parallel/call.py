@@ -234,23 +234,14 @@ def attend(
     facts, lengths = _compare(operation, grid, _Facts() if call is None else call.facts, refusal)
     assert call is not None
     intervals = _intervals(operation, grid, call, facts)
-    query, key, value, _, _, _, slopes, sinks, *_ = call
     ring = _Lengths([facts.query_length], [facts.key_length]) if grid.ring is None else lengths[grid.ring]
     queries, keys = layout_of(ring.queries, layout, "query"), layout_of(ring.keys, layout, "key")
-    heads, to_queries = Chunk(0, facts.heads), None
+    heads, swap, group = Chunk(0, facts.heads), None, grid.ring
     if grid.heads is not None:
-        own = lengths[grid.heads]
-        shares = share_heads(facts.heads, facts.kv_heads, size_of(grid.heads))
-        heads = shares[rank_in(grid.heads)].heads
-        to_queries = Swap(operation, grid.heads, [share.heads for share in shares], own.queries)
-        to_keys = Swap(operation, grid.heads, [share.kv_heads for share in shares], own.keys)
-        query = to_heads(query, to_queries, "the queries")
-        key, value = to_heads(key, to_keys, "the keys"), to_heads(value, to_keys, "the values")
-        slopes = None if slopes is None else slopes[:, heads.span]
-        sinks = None if sinks is None else sinks[heads.span]
-        if intervals.dense is not None and intervals.dense.shape[1] != 1:
-            intervals = intervals._replace(dense=intervals.dense[:, heads.span])
-    group = grid.ring
+        call, intervals, heads, swap = _take_heads(
+            operation, grid.heads, lengths[grid.heads], call, intervals
+        )
+    key, value = call.key, call.value
     if gathering and group is not None:
         key, value = (
             gather_chunks(tensor.movedim(2, 0), group, keys, f"{operation}: gathering {what}").movedim(0, 2)
@@ -262,5 +253,25 @@ def attend(
         softcap=call.softcap, dropout_p=call.dropout_p, seed=facts.seed if facts.seed_given else facts.drawn,
         head=heads.start, heads=facts.heads,
     )  # fmt: skip
-    out, lse = around_the_ring(operation, group, whole, query, key, value, slopes, sinks)
-    return (out, lse) if to_queries is None else to_positions(out, lse, to_queries)
+    out, lse = around_the_ring(operation, group, whole, call.query, key, value, call.slopes, call.sinks)
+    return (out, lse) if swap is None else to_positions(out, lse, swap)
+
+
+def _take_heads(
+    operation: str, group: Group, lengths: _Lengths, call: _Call, intervals: Intervals
+) -> tuple[_Call, Intervals, Chunk, Swap]:
+    """This rank's share of the heads, with all positions of the group; and the way back of the output."""
+    shares = share_heads(call.query.shape[1], call.key.shape[1], size_of(group))
+    heads = shares[rank_in(group)].heads
+    to_queries = Swap(operation, group, [share.heads for share in shares], lengths.queries)
+    to_keys = Swap(operation, group, [share.kv_heads for share in shares], lengths.keys)
+    call = call._replace(
+        query=to_heads(call.query, to_queries, "the queries"),
+        key=to_heads(call.key, to_keys, "the keys"),
+        value=to_heads(call.value, to_keys, "the values"),
+        slopes=None if call.slopes is None else call.slopes[:, heads.span],
+        sinks=None if call.sinks is None else call.sinks[heads.span],
+    )
+    if intervals.dense is not None and intervals.dense.shape[1] != 1:
+        intervals = intervals._replace(dense=intervals.dense[:, heads.span])
+    return call, intervals, heads, to_queries
