@@ -149,9 +149,13 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--quick", action="store_true", help="an eighth of the lengths and three rounds")
     parser.add_argument("--no-memory", action="store_true", help="do not measure peak memory")
-    parser.add_argument("--output", type=Path, default=Path("benchmarks/results"))
+    parser.add_argument(
+        "--output", type=Path, help="default: benchmarks/results, or benchmarks/quick for a quick run"
+    )
     parser.add_argument("--list", action="store_true", help="print the names of cases and peers, and stop")
     options = parser.parse_args(arguments)
+    if options.output is None:
+        options.output = Path("benchmarks") / ("quick" if options.quick else "results")
     options.peers = options.peers.split(",")
     unknown = set(options.peers) - set(PEERS)
     if unknown:

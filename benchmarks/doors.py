@@ -219,8 +219,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--quick", action="store_true", help="short sequences, three rounds")
     parser.add_argument("--cases", default="", help="only cases whose name holds this word")
     parser.add_argument("--rounds", type=int, default=15, help="measurements of each call (default: 15)")
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "doors.json")
+    parser.add_argument(
+        "--output", type=Path, help="default: doors.json in benchmarks/results, or benchmarks/quick"
+    )
     given = parser.parse_args(arguments)
+    if given.output is None:
+        given.output = Path(__file__).parent / ("quick" if given.quick else "results") / "doors.json"
     torch.manual_seed(0)
     lengths = LENGTHS[:6] if given.quick else LENGTHS
     cases = cache_cases(512 if given.quick else 8192) + packed_cases(lengths)

@@ -1,6 +1,6 @@
 """Exact tiled attention (FlashAttention, FlashAttention-2) for PyTorch in pure Python."""
 
-from flashtile import masks, rotary
+from flashtile import masks, reference, rotary
 from flashtile.attention import attention
 from flashtile.dropout import dropout_mask
 from flashtile.integrations.sdpa import activate, activated, deactivate
@@ -21,5 +21,6 @@ __all__ = [
     "dropout_mask",
     "masks",
     "merge",
+    "reference",
     "rotary",
 ]

@@ -190,9 +190,14 @@ def _checked_mask(mask: object, query: Tensor, sizes: Sizes, three_dims: bool) -
     if not isinstance(mask, Tensor):
         raise TypeError(f"mask must be a flashtile.Mask or a bool tensor, got {type(mask).__name__}")
     if mask.dtype != torch.bool:
+        hint = (
+            "pass an additive mask as bias"
+            if mask.dtype.is_floating_point
+            else "make mask.bool()[:, None, None] of a padding mask (batch, keys), or use masks.key_lengths"
+        )
         raise TypeError(
             f"mask must be a flashtile.Mask or a bool tensor (True = attend), got a {mask.dtype} tensor; "
-            "pass an additive mask as bias"
+            + hint
         )
     return _broadcastable("mask", mask, query, sizes, three_dims)
 

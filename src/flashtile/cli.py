@@ -15,6 +15,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import flashtile
+
 if TYPE_CHECKING:
     from flashtile.bench.cases import Case
 
@@ -44,6 +46,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="flashtile", description="Exact tiled attention for PyTorch: look at it, check it, measure it."
     )
+    parser.add_argument("--version", action="version", version=f"flashtile {flashtile.__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_info(commands)
     _add_check(commands)
@@ -71,6 +74,16 @@ def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text!r}")
     return int(text)
+
+
+def _device(text: str) -> str:
+    """An argparse type: a device that torch knows the name of."""
+    import torch
+
+    try:
+        return str(torch.device(text))
+    except RuntimeError as error:
+        raise argparse.ArgumentTypeError(f"expected cpu, cuda or cuda:N, got {text!r}") from error
 
 
 def _subset(allowed: Sequence[str]) -> Any:
@@ -123,7 +136,7 @@ flashtile info --json""",
     )
     call = info.add_argument_group("the call to explain")
     call.add_argument("--dtype", choices=_DTYPES, default="fp32")
-    call.add_argument("--device", default="cpu")
+    call.add_argument("--device", type=_device, default="cpu", help="cpu (default), cuda or cuda:N")
     call.add_argument("--heads", type=_positive, default=8, metavar="N")
     call.add_argument("--kv-heads", type=_positive, metavar="N", help="default: as many as heads")
     call.add_argument("--query-length", type=_positive, default=4096, metavar="N")
@@ -172,7 +185,7 @@ flashtile check --json > check.json && echo fine""",
         metavar="LIST",
         help="fp32,bf16,fp16,fp64; default: all that the device has kernels for",
     )
-    check.add_argument("--device", default="cpu", help="cpu (default), cuda or cuda:N")
+    check.add_argument("--device", type=_device, default="cpu", help="cpu (default), cuda or cuda:N")
     check.set_defaults(refuse=check.error)
 
 

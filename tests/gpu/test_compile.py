@@ -7,6 +7,7 @@ The whole matrix takes an hour, and runs where it is asked for: pytest -m matrix
 from __future__ import annotations
 
 import functools
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -30,6 +31,12 @@ PRODUCTS = {
 # Loops of the main shapes that 255 registers do not quite hold: how often they may move one to the stack.
 SPILLS = {("sm90", "key_gradients", 128): 4, ("sm120", "key_gradients", 128): 22}
 NOT_JUDGED = ("sm75", "gfx1100")  # they spill, at any size of the tiles
+
+
+# Which registers spill differs from one Triton to the next; the tables of tiles were made with this one.
+TUNED = importlib.util.find_spec("triton") is not None and importlib.metadata.version("triton").startswith(
+    "3.9."
+)
 
 
 def chosen(architecture: str) -> list[Case]:
@@ -99,7 +106,7 @@ def check(architecture: str, case: Case, select: Any) -> None:
         wanted = "mma.sync" if few and architecture in ("sm90", "sm100") else PRODUCTS[architecture]
         assert kernel.products.get(wanted, 0) > 0, kernel
         main = case.head_dim in (64, 128) and case.features in ("plain", "causal") and not kernel.repair
-        if main and architecture not in NOT_JUDGED:
+        if main and architecture not in NOT_JUDGED and TUNED:
             assert kernel.spilled <= SPILLS.get((architecture, kernel.kernel, case.head_dim), 0), kernel
 
 
