@@ -96,6 +96,11 @@ def test_worker_process_answers_and_stops(tmp_path):
     assert answer["seconds"]["rounds"] == 2
 
 
+def test_a_quick_run_does_not_replace_the_results():
+    assert cpu.parse(["--quick"]).output.name == "quick"
+    assert cpu.parse([]).output.name == "results"
+
+
 def test_arguments():
     options = cpu.parse(["--cases", "forward bf16 causal", "--peers", "flashtile,torch"])
     assert {(case.dtype, case.causal, case.direction) for case in options.cases} == {

@@ -34,6 +34,7 @@ def test_help_has_examples(command, capsys):
         (["check", "--dtype", "fp12"], "'fp12'"),
         (["check", "--device", "mps"], "--device mps: no backend serves mps tensors"),
         (["info", "--threads", "0"], "at least 1"),
+        (["info", "--device", "tpv"], "expected cpu, cuda or cuda:N, got 'tpv'"),
         (["info", "--heads", "many"], "expected a whole number of at least 1, got 'many'"),
         (["bench", "--group", "small", "--dtype", "fp32", "--pass", "forward"], "leave out --dtype, --pass"),
         (["bench", "--kv-heads", "3"], "--kv-heads must divide the 8 heads, got 3"),
@@ -192,6 +193,13 @@ def test_module_is_the_command():
     answer = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ.copy())
     assert answer.returncode == 0
     assert answer.stdout.startswith("usage: flashtile bench")
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["--version"])
+    assert stop.value.code == 0
+    assert capsys.readouterr().out == f"flashtile {flashtile.__version__}\n"
 
 
 def test_a_reader_that_has_seen_enough_is_no_error():
