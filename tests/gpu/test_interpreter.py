@@ -1,4 +1,7 @@
-"""The kernels without a GPU: every file in kernels/ in a process whose kernels Triton interprets."""
+"""The kernels without a GPU: every file in kernels/ in a process whose kernels Triton interprets.
+
+What is marked slow there takes half an hour: TRITON_INTERPRET=1 python -m pytest tests/gpu/kernels -m slow
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,18 @@ FOLDER = Path(__file__).parent / "kernels"
 @pytest.mark.parametrize("file", sorted(FOLDER.glob("test_*.py")), ids=lambda file: file.stem)
 def test_interpreted(file: Path) -> None:
     process = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider", str(file)],
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "--tb=short",
+            "-p",
+            "no:cacheprovider",
+            "-m",
+            "not slow",
+            str(file),
+        ],
         cwd=FOLDER.parents[2],
         env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
         capture_output=True,

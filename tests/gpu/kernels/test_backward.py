@@ -236,6 +236,7 @@ def test_a_large_lse_in_one_sequence_leaves_the_others_alone():
         assert not torch.equal(found[name][0], expected[name][0]), name
 
 
+@pytest.mark.slow
 @each_dtype
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("with_bias", [False, True], ids=["", "bias given"])
@@ -243,12 +244,14 @@ def test_nan_reaches_what_sees_it(dtype, mask, with_bias):
     check_nan(results, masked_problem(40, 70, dtype, mask, with_bias))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("value", [math.inf, -math.inf])
 def test_infinity_reaches_what_sees_it(mask, value):
     check_infinity(results, masked_problem(40, 70, DTYPES[0], mask), value)
 
 
+@pytest.mark.slow
 @each_dtype
 @pytest.mark.parametrize("name", ["query", "key", "value", "grad_out"])
 @pytest.mark.parametrize("chosen", [(), ("band",), ("mask", "dropout")], ids=str)
