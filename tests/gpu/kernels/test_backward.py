@@ -14,7 +14,7 @@ from flashtile import masks
 from flashtile.problem import AttentionProblem, Gradients, compute_dtype
 from flashtile.reference import sequence
 from tests.conftest import dtype_name
-from tests.gpu.running import DTYPES, engine, moved, on_device, results
+from tests.gpu.running import DTYPES, INTERPRETED, engine, moved, on_device, results
 from tests.nonfinite import MASKS, check_infinity, check_nan, masked_problem
 from tests.options import ALL_AT_ONCE, NAMES, problem_with
 from tests.oracle import (
@@ -293,7 +293,7 @@ PACKED_OPTIONS = {
 SMALL = ("bias", "alibi_slopes", "sinks")
 
 
-@each_dtype
+@pytest.mark.parametrize("dtype", DTYPES[:1] if INTERPRETED else DTYPES, ids=dtype_name)
 @pytest.mark.parametrize("options", PACKED_OPTIONS.values(), ids=PACKED_OPTIONS)
 def test_packed_sequences(dtype, options):
     options = {name: value.to(dtype) if name == "bias" else value for name, value in options.items()}
