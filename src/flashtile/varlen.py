@@ -98,7 +98,8 @@ def attention_varlen(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """``flashtile.attention`` of B packed sequences, each within itself: no padding, no work for it.
 
-    On a CPU every sequence gets the bits that ``attention`` gives it alone. Differentiable in the same arguments.
+    On a CPU every sequence gets the bits that ``attention`` gives it alone. Differentiable in the same
+    arguments.
 
     Args:
         query: (Tq, Hq, D), the sequences one behind the other; dtypes and strides as in ``attention``.
