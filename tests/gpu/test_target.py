@@ -17,7 +17,7 @@ CUDA = torch.device("cuda", 0)
 def device(name: str, monkeypatch: pytest.MonkeyPatch, shared_memory: int = 2**17) -> torch.device:
     """A device that claims to be of this architecture, with a Triton that suffices."""
     monkeypatch.setattr(target, "INTERPRETED", False)
-    monkeypatch.setattr(target, "_triton_reason", lambda: None)
+    monkeypatch.setattr(target, "triton_reason", lambda: None)
     monkeypatch.setattr(target, "_target_at", lambda index: Target(name, shared_memory, 32, 8))
     return CUDA
 
@@ -48,13 +48,13 @@ def test_widest_head_dims(monkeypatch):
 @pytest.mark.parametrize(("version", "served"), [("3.5.1", False), ("3.6.0", True), ("3.10.0+git1", True)])
 def test_versions_of_triton(version, served, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "triton", SimpleNamespace(__version__=version))
-    reason = target._triton_reason.__wrapped__()
+    reason = target.triton_reason.__wrapped__()
     assert reason is None if served else "is older than 3.6" in reason
 
 
 def test_triton_that_is_missing(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "triton", None)
-    assert "not installed" in target._triton_reason.__wrapped__()
+    assert "not installed" in target.triton_reason.__wrapped__()
 
 
 def test_architecture_of_a_device(monkeypatch):
