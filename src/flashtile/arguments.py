@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
-from flashtile.dropout import draw_seed
+from flashtile.dropout import draw_seed, filled_seed
 from flashtile.masks import Intervals, Mask
 from flashtile.masks.lengths import Lengths
 from flashtile.problem import SUPPORTED_DTYPES, compute_dtype
@@ -293,10 +293,7 @@ def checked_seed(dropout_p: object, seed: object, device: torch.device) -> Tenso
         return draw_seed(device)
     if isinstance(seed, Tensor):
         return seed.reshape(1).to(device)
-    number: Any = seed if seed < 2**63 else seed - 2**64
-    return torch.full(
-        (1,), number, dtype=torch.int64, device=device
-    )  # no copy, which would wait for the device
+    return filled_seed(seed, device)
 
 
 def refuse_gradients(what: str, *inputs: object) -> None:

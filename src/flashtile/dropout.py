@@ -7,6 +7,7 @@ the kernels, the backward pass and this module all see the same mask without any
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -124,7 +125,9 @@ def seed_tensor(seed: int | Tensor, device: torch.device) -> Tensor:
         raise TypeError(f"seed must be an int or an int64 tensor of one element, got {seed!r}")
     if not -(2**63) <= seed < 2**64:
         raise ValueError(f"seed must fit in 64 bits, got {seed}")
-    number = seed - 2**64 if seed >= 2**63 else seed
-    return torch.full(
-        (1,), number, dtype=torch.int64, device=device
-    )  # no copy, which would wait for the device
+    return filled_seed(seed, device)
+
+
+def filled_seed(seed: Any, device: torch.device) -> Tensor:
+    """An int of 64 bits as an int64 tensor (1,): written there, since a copy would wait for the device."""
+    return torch.full((1,), seed - 2**64 if seed >= 2**63 else seed, dtype=torch.int64, device=device)

@@ -106,3 +106,9 @@ class Gradients:
     bias: Tensor | None
     alibi_slopes: Tensor | None
     sinks: Tensor | None
+
+    def zero_(self) -> None:
+        """What a call without rows or keys gives back."""
+        for gradient in vars(self).values():
+            if gradient is not None:
+                gradient.zero_()

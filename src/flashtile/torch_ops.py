@@ -122,9 +122,7 @@ def backward(
     if out.numel():
         dispatch.backend(problem, backward=True).backward(problem, out, lse, grad_out, grad_lse, gradients)
     else:
-        for gradient in vars(gradients).values():
-            if gradient is not None:
-                gradient.zero_()
+        gradients.zero_()
     return gradients
 
 

@@ -12,12 +12,13 @@ from .forward import attention_forward
 from .merge import merge_splits
 from .operands import (
     Sequences,
+    Terms,
     exact_rows_of,
     numbers_of,
     on_device_of,
     sequences_of,
     terms_of,
-    tile_starts_of,
+    tiles_of,
     visible_of,
 )
 from .target import Target, product_precision, target_of
@@ -53,8 +54,9 @@ def forward(problem: AttentionProblem, out: Tensor, lse: Tensor) -> None:
         lse.fill_(-torch.inf)
     target, sequences = target_of(query.device), sequences_of(problem)
     with on_device_of(query):
+        terms = terms_of(problem)
         if problem.query_starts is None and _group(problem) * queries <= _PACKED_ROWS:
-            _decode(problem, target, sequences, out, lse)
+            _decode(problem, target, sequences, terms, out, lse)
             return
         rich = not is_folded(problem) or problem.dropout_p > 0 or problem.mask is not None
         masked = problem.upper is not None or problem.last is not None
@@ -63,13 +65,13 @@ def forward(problem: AttentionProblem, out: Tensor, lse: Tensor) -> None:
             forward_tiles(target, query.element_size(), head_dim, value_dim, rich),
             ("forward", query.dtype, head_dim, value_dim, features),
             query.device,
-            lambda tile: _launch(problem, target, sequences, _Part(tile), out, lse),
+            lambda tile: _launch(problem, target, sequences, terms, _Part(tile), out, lse),
         )
-        _launch(problem, target, sequences, _Part(tile), out, lse)
+        _launch(problem, target, sequences, terms, _Part(tile), out, lse)
 
 
 def _decode(
-    problem: AttentionProblem, target: Target, sequences: Sequences, out: Tensor, lse: Tensor
+    problem: AttentionProblem, target: Target, sequences: Sequences, terms: Terms, out: Tensor, lse: Tensor
 ) -> None:
     """Few queries: the heads of a group share a tile, and the keys are split so that every core has some.
 
@@ -84,33 +86,36 @@ def _decode(
     split_keys = -(-split_keys // tile.keys) * tile.keys
     splits = -(-sequences.keys // split_keys)
     if splits <= 1:
-        _launch(problem, target, sequences, _Part(tile, packed=True), out, lse)
+        _launch(problem, target, sequences, terms, _Part(tile, packed=True), out, lse)
         return
     parts = problem.query.new_empty(splits * sequences.number, heads, queries, value_dim, dtype=torch.float32)
     part_lses = parts.new_empty(parts.shape[:3])
-    _launch(problem, target, sequences, _Part(tile, True, splits, split_keys), parts, part_lses)
+    _launch(problem, target, sequences, terms, _Part(tile, True, splits, split_keys), parts, part_lses)
     merge_splits[(sequences.number * heads * queries,)](
         exact_rows_of(parts), numbers_of(part_lses), exact_rows_of(out),
-        numbers_of(lse), terms_of(problem), sequences, heads, queries, splits,
+        numbers_of(lse), terms, sequences, heads, queries, splits,
         VALUE_DIM=value_dim, VALUE_WIDTH=width_of(value_dim), num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
 
 
 def _launch(
-    problem: AttentionProblem, target: Target, sequences: Sequences, part: _Part, out: Tensor, lse: Tensor
+    problem: AttentionProblem,
+    target: Target,
+    sequences: Sequences,
+    terms: Terms,
+    part: _Part,
+    out: Tensor,
+    lse: Tensor,
 ) -> None:
     heads, queries, head_dim = problem.query.shape[1:]
     value_dim, group, tile = problem.value.shape[3], _group(problem), part.tile
     if part.packed:
         heads, queries = problem.key.shape[1], queries * group
-    tiles, tile_starts, programs = -(-queries // tile.queries), None, sequences.number
-    if problem.query_starts is not None:
-        tile_starts = tile_starts_of(problem.query_starts, tile.queries)
-        tiles, programs = tiles + sequences.number, 1
+    tile_starts, tiles, programs = tiles_of(problem.query_starts, sequences.number, queries, tile.queries)
     attention_forward[(tiles * programs * heads * part.splits,)](
         exact_rows_of(problem.query), exact_rows_of(problem.key), exact_rows_of(problem.value),
-        exact_rows_of(out), numbers_of(lse), sequences, visible_of(problem),
-        terms_of(problem), tile_starts, tiles, heads, part.splits, part.split_keys,
+        exact_rows_of(out), numbers_of(lse), sequences, visible_of(problem), terms,
+        tile_starts, tiles, heads, part.splits, part.split_keys,
         HEAD_DIM=head_dim, VALUE_DIM=value_dim,
         HEAD_WIDTH=width_of(head_dim), VALUE_WIDTH=width_of(value_dim),
         QUERIES=tile.queries, KEYS=tile.keys, GROUP=group, PACKED=part.packed, FOLDED=is_folded(problem),

@@ -15,10 +15,11 @@ from .operands import (
     Terms,
     Visible,
     exact_rows_of,
+    numbers_of,
     on_device_of,
     sequences_of,
     terms_of,
-    tile_starts_of,
+    tiles_of,
     visible_of,
 )
 from .target import Target, product_precision, target_of
@@ -58,8 +59,6 @@ def backward(
     gradients: Gradients,
 ) -> None:
     """Writes every gradient that is wanted, from the saved O and LSE."""
-    if problem.key_lengths is not None:
-        raise NotImplementedError("flashtile: attention over a cache has no gradient")
     for starts, tensors in (
         (problem.query_starts, (gradients.query,)),
         (problem.key_starts, (gradients.key, gradients.value)),
@@ -110,23 +109,15 @@ def _pass_of(problem: AttentionProblem, lse: Tensor, grad_out: Tensor) -> _Pass:
     )
 
 
-def _tiles_of(starts: Tensor | None, number: int, rows: int, height: int) -> tuple[Tensor | None, int, int]:
-    """The table of the tiles of packed sequences, the tiles, and how often each head launches them."""
-    tiles = -(-rows // height)
-    if starts is None:
-        return None, tiles, number
-    return tile_starts_of(starts, height), tiles + number, 1
-
-
 def _find_row_numbers(
     problem: AttentionProblem, launch: _Pass, out: Tensor, lse: Tensor, grad_lse: Tensor | None
 ) -> None:
     heads, rows = lse.shape[1:]
     tile = row_number_tile(launch.target, problem.query.element_size(), *_dims(problem))
-    starts, tiles, programs = _tiles_of(problem.query_starts, problem.sequences, rows, tile.queries)
+    starts, tiles, programs = tiles_of(problem.query_starts, problem.sequences, rows, tile.queries)
     row_numbers[(tiles * heads * programs,)](
-        launch.inputs, exact_rows_of(out), exact_rows_of(lse.unsqueeze(3)),
-        None if grad_lse is None else exact_rows_of(grad_lse.unsqueeze(3)), launch.numbers,
+        launch.inputs, exact_rows_of(out), numbers_of(lse),
+        None if grad_lse is None else numbers_of(grad_lse), launch.numbers,
         launch.sequences, launch.visible, launch.terms, starts, tiles, heads,
         QUERIES=tile.queries, KEYS=tile.keys, num_warps=tile.warps, enable_fp_fusion=True, **launch.sizes,
     )  # fmt: skip
@@ -135,7 +126,7 @@ def _find_row_numbers(
 def _find_key_gradients(problem: AttentionProblem, launch: _Pass, gradients: Gradients) -> None:
     kv_heads, keys = problem.key.shape[1:3]
     tile = key_gradient_tile(launch.target, problem.query.element_size(), *_dims(problem))
-    starts, tiles, programs = _tiles_of(problem.key_starts, problem.sequences, keys, tile.keys)
+    starts, tiles, programs = tiles_of(problem.key_starts, problem.sequences, keys, tile.keys)
     programs *= tiles * kv_heads
     broken = torch.empty(programs, dtype=torch.int8, device=problem.query.device)
     for repair in (False, True):
@@ -149,7 +140,7 @@ def _find_key_gradients(problem: AttentionProblem, launch: _Pass, gradients: Gra
 def _find_query_gradients(problem: AttentionProblem, launch: _Pass, gradients: Gradients) -> None:
     heads, rows = problem.query.shape[1:3]
     tile = query_gradient_tile(launch.target, problem.query.element_size(), *_dims(problem))
-    starts, tiles, programs = _tiles_of(problem.query_starts, problem.sequences, rows, tile.queries)
+    starts, tiles, programs = tiles_of(problem.query_starts, problem.sequences, rows, tile.queries)
     slopes = gradients.alibi_slopes
     slope_terms = None if slopes is None else torch.empty_like(launch.numbers.delta)
     query_gradients[(tiles * heads * programs,)](
@@ -167,7 +158,7 @@ def _find_query_gradients(problem: AttentionProblem, launch: _Pass, gradients: G
 
 def _find_bias_gradient(problem: AttentionProblem, launch: _Pass, grad_bias: Tensor) -> None:
     heads = problem.query.shape[1]
-    batch, bias_heads, rows, columns = grad_bias.shape
+    rows, columns = grad_bias.shape[2:]
     # Few rows or columns are few programs: each head then has its own, which are summed afterwards.
     apart = 1 in (rows, columns)
     target = grad_bias.new_empty(problem.sequences, heads, rows, columns) if apart else grad_bias

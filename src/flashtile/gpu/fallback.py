@@ -93,9 +93,7 @@ def backward(
     if problem.query.dtype == torch.float64:
         _backward_standard(problem, grad_out, grad_lse, gradients)
     elif not problem.key.numel():
-        for gradient in vars(gradients).values():
-            if gradient is not None:
-                gradient.zero_()
+        gradients.zero_()
     elif grad_lse is not None:
         raise NotImplementedError(
             "flashtile: PyTorch's attention, which serves this call, has no gradient of the LSE"

@@ -42,12 +42,11 @@ def merge_splits(
         score = tl.load(at_lse + step * part_lses.batch) * LOG2_E
         pointers = at_part + step * parts.batch + column * parts.column
         part = tl.load(pointers, mask=column < VALUE_DIM, other=0.0)
-        new_max, new_sum, rescale = add_sink(score, row_max, row_sum)
-        weight = tl.exp2(score - tl.where(new_max == float("-inf"), 0.0, new_max))
+        row_max, row_sum, rescale = add_sink(score, row_max, row_sum)
+        weight = tl.exp2(score - tl.where(row_max == float("-inf"), 0.0, row_max))
         # A part that counts nothing has no say, unless nothing else does.
         accumulated = accumulated * rescale + tl.where(weight == 0.0, 0.0, weight * part)
         unweighted += part
-        row_max, row_sum = new_max, new_sum
     nothing = row_sum == 0.0
     if terms.sinks is not None:
         sink = tl.load(terms.sinks + head + tl.zeros((1,), tl.int32)).to(tl.float32) * LOG2_E

@@ -141,10 +141,17 @@ def terms_of(problem: AttentionProblem) -> Terms:
     )
 
 
-def tile_starts_of(starts: Tensor, rows: int) -> Tensor:
-    """The tiles before each packed sequence: int64 (B + 1,), on the device."""
-    tiles = (starts[1:] - starts[:-1] + (rows - 1)) // rows
-    return torch.nn.functional.pad(tiles.cumsum(0), (1, 0))
+def tiles_of(starts: Tensor | None, sequences: int, rows: int, height: int) -> tuple[Tensor | None, int, int]:
+    """How ``rows`` fall into tiles of this height: tile table, tiles, and how often each head launches them.
+
+    Packed sequences, whose ``starts`` are given, are launched once, with tiles enough whatever their lengths.
+    The table has the tiles before each sequence, int64 (sequences + 1,), on the device; else it is None.
+    """
+    tiles = -(-rows // height)
+    if starts is None:
+        return None, tiles, sequences
+    before = ((starts[1:] - starts[:-1] + (height - 1)) // height).cumsum(0)
+    return torch.nn.functional.pad(before, (1, 0)), tiles + sequences, 1
 
 
 def on_device_of(tensor: Tensor) -> Any:
