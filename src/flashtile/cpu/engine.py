@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from flashtile.sinks import gradient_terms
+
 from . import call as c
 from .backward import backward as backward_kernel
 from .backward import row_deltas
@@ -83,11 +85,7 @@ def backward(
         _run_backward(problem, kind, call, gradients)
         _clear_rest(problem, gradients)
     if gradients.sinks is not None and problem.sinks is not None:
-        # The sink's probability is exp(sink - LSE), and its value is 0: dS = P (0 - delta).
-        sinks = problem.sinks.view(1, -1, 1)
-        # A sink of -inf counts for nothing, even beside a NaN.
-        nothing = (lse == -torch.inf) | (sinks == -torch.inf)
-        _sum_into(gradients.sinks, (-torch.exp(sinks - lse) * delta).masked_fill(nothing, 0.0), (0, 2))
+        _sum_into(gradients.sinks, gradient_terms(problem.sinks, lse, delta), (0, 2))
 
 
 def _split_lse(problem: AttentionProblem, lse: Tensor) -> tuple[Tensor, Tensor | None]:

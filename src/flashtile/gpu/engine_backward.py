@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from flashtile.sinks import gradient_terms
+
 from .backward import key_gradients, query_gradients
 from .bias_gradient import bias_gradient
 from .deltas import row_numbers, sum_rows
@@ -76,9 +78,7 @@ def backward(
         if gradients.bias is not None:
             _find_bias_gradient(problem, launch, gradients.bias)
     if gradients.sinks is not None and problem.sinks is not None:
-        # The sink's probability is exp(sink - LSE), and its value is 0: dS = P (0 - delta).
-        share = torch.exp(problem.sinks.view(1, -1, 1) - lse)
-        terms = (-share * launch.numbers.delta).masked_fill(lse == -torch.inf, 0.0)
+        terms = gradient_terms(problem.sinks, lse, launch.numbers.delta)
         torch.sum(terms, (0, 2), out=gradients.sinks)
 
 

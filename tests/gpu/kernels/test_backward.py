@@ -202,6 +202,14 @@ def test_sinks_that_are_infinite():
     check(random_problem(query_length=40, sinks=sinks, upper=-2))
 
 
+def test_sink_that_counts_for_nothing_beside_a_nan():
+    problem = random_problem(sinks=torch.tensor([-math.inf, 3.0, 0.0, 1.0]))
+    problem.query[0, :, 3] = math.nan
+    found = results(problem, *random_gradients(problem))["grad_sinks"]
+    assert found[0] == 0
+    assert found[1:].isnan().all()
+
+
 @each_dtype
 def test_large_scores(dtype):
     """Probabilities that are recomputed from a LSE of thousands."""
