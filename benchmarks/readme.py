@@ -13,8 +13,9 @@ from typing import Any
 
 from benchmarks import doors
 from benchmarks.peers import TITLES
+from flashtile.bench import machine
 from flashtile.bench.cases import Case
-from flashtile.bench.compare import share_of_ceiling
+from flashtile.bench.compare import ceilings_line, share_of_ceiling
 from flashtile.bench.timing import format_seconds
 
 BEGIN, END = "<!-- numbers:begin -->", "<!-- numbers:end -->"
@@ -50,7 +51,8 @@ def _between(text: str, begin: str, end: str, body: str) -> str:
 
 def numbers(found: dict[str, Any]) -> str:
     """Machine, ceilings, one table for each group of cases, and memory by length, as Markdown."""
-    parts = [machine_line(found["machine"]), ceilings_line(found["ceilings"])]
+    ratios = "A ratio above 1 means that flashtile takes less time."
+    parts = [machine_line(found["machine"]), f"{ceilings_line(found['ceilings'])} {ratios}"]
     for group, title in GROUPS.items():
         chosen = [result for result in found["results"] if result["case"]["group"] == group]
         if chosen:
@@ -65,26 +67,7 @@ def numbers(found: dict[str, Any]) -> str:
 def machine_line(facts: dict[str, Any]) -> str:
     packages = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
     commit = f", commit {facts['commit']}" if facts["commit"] else ""
-    return (
-        f"{facts['cpu']}, {facts['threads']} threads, {facts['instruction_set']}, {facts['system']}; "
-        f"{packages}{commit}."
-    )
-
-
-def ceilings_line(ceilings: dict[str, float | None]) -> str:
-    named = {
-        "fma_gflops": "{:.0f} GFLOP/s of float32 multiply-adds (FMA)",
-        "bf16_dot_gflops": "{:.0f} GFLOP/s of bfloat16 dot products (dot)",
-        "read_gb_per_s": "{:.0f} GB/s read from memory (read)",
-    }
-    again = "read_gb_per_s_of_"  # a size in MiB that decoding reads, which a cache may hold in part
-    named |= {
-        name: "{:.0f} GB/s reading " + name.removeprefix(again).replace("_mib", " MiB again and again")
-        for name in ceilings
-        if name.startswith(again)
-    }
-    present = [text.format(value) for name, text in named.items() if (value := ceilings[name])]
-    return f"Measured ceilings: {', '.join(present)}. A ratio above 1 means that flashtile takes less time."
+    return f"{machine.headline(facts)}, {facts['system']}; {packages}{commit}."
 
 
 def work_row(result: dict[str, Any], ceilings: dict[str, float | None]) -> list[str]:
