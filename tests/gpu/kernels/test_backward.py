@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flashtile import masks
-from flashtile.problem import AttentionProblem, Gradients, compute_dtype
+from flashtile.problem import AttentionProblem, Gradients, Part, compute_dtype
 from flashtile.reference import sequence
 from tests.conftest import dtype_name
 from tests.gpu.running import DTYPES, INTERPRETED, engine, moved, on_device, results
@@ -99,6 +99,43 @@ def test_options_together(chosen):
 @each_dtype
 def test_everything_at_once(dtype):
     check(problem_with(SIZES, dtype, *ALL_AT_ONCE))
+
+
+@pytest.mark.parametrize("first_key", [0, 1, 2, 3, 1000])
+@pytest.mark.parametrize("queries", [2, 40])
+def test_a_part_of_a_larger_problem(queries, first_key):
+    """Dropout and ALiBi count positions and heads in the whole; quads of random words start anywhere."""
+    part = Part(query=37, key=first_key, head=3, heads=9, diagonal=-5)
+    check(
+        random_problem(
+            query_length=queries, key_length=70, dropout_p=0.4, seed=-(2**50), random_alibi=True, part=part
+        )
+    )
+
+
+def test_parts_get_their_share_of_the_whole_rows():
+    """As in ring attention: keys in two parts, the LSE, output and its gradient of the whole."""
+    options = {"dropout_p": 0.3, "seed": 5, "random_alibi": True, "random_sinks": True}
+    whole = random_problem(query_length=40, key_length=90, **options)
+    grad_out, grad_lse = random_gradients(whole)
+    exact = results_by_autograd(whole, grad_out, grad_lse, torch.float64)
+    out, lse = exact["out"].to(grad_out.dtype), exact["lse"].to(grad_lse.dtype)
+    found = []
+    for first, last in ((0, 35), (35, 90)):
+        part = dataclasses.replace(
+            whole, key=whole.key[:, :, first:last], value=whole.value[:, :, first:last], sinks=None,
+            part=Part(key=first, heads=4, diagonal=50),
+        )  # fmt: skip
+        gradients = gradients_of(part)
+        engine.backward(on_device(part), *(moved(x) for x in (out, lse, grad_out, grad_lse)), gradients)
+        found.append(gradients)
+    actual = {
+        "grad_query": sum(one.query.cpu() for one in found),
+        "grad_key": torch.cat([one.key.cpu() for one in found], 2),
+        "grad_value": torch.cat([one.value.cpu() for one in found], 2),
+        "grad_alibi_slopes": sum(one.alibi_slopes.cpu() for one in found),
+    }
+    assert_close_to_oracle(actual, whole, grad_out, grad_lse)
 
 
 @pytest.mark.parametrize("broadcast", list(itertools.product((True, False), repeat=4)))
