@@ -27,7 +27,7 @@ from tests.oracle import (
     rounding_floors,
     standard_errors,
 )
-from tests.packing import packed, packed_problem
+from tests.packing import KEYS, OPTIONS, PLANES, QUERIES, packed, packed_problem
 from tests.strategies import LAYOUTS, lay_out
 
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
@@ -316,30 +316,11 @@ def test_rows_hidden_from_nan_everywhere():
         assert (tensor == (-math.inf if name == "lse" else 0)).all(), name
 
 
-# Few rows and many, nothing on either side.
-QUERIES = (5, 0, 70, 1, 33, 9)
-KEYS = (7, 3, 65, 0, 40, 90)
-LONGEST = (len(QUERIES), 4, max(QUERIES), max(KEYS))
-_DRAWN = torch.Generator().manual_seed(1)
-PACKED_OPTIONS = {
-    "plain": {},
-    "causal": {"mask": masks.causal(alignment="bottom-right")},
-    "window": {"mask": masks.window(20, 4, alignment="top-left")},
-    "softcap and scale": {"softcap": 3.0, "scale": -0.7},
-    "sinks": {"sinks": torch.tensor([0.3, -2.0, 4.0, 0.0])},
-    "slopes": {"alibi_slopes": torch.rand(LONGEST[:2], generator=_DRAWN)},
-    "slopes for all": {"alibi_slopes": torch.rand(1, 4, generator=_DRAWN)},
-    "bias": {"bias": torch.randn(1, *LONGEST[1:], generator=_DRAWN)},
-    "bias of each": {"bias": torch.randn(LONGEST, generator=_DRAWN)},
-    "bias of keys": {"bias": torch.randn(1, 4, 1, LONGEST[3], generator=_DRAWN)},
-    "bias beyond the longest": {"bias": torch.randn(1, 1, LONGEST[2] + 40, LONGEST[3] + 9, generator=_DRAWN)},
-    "dense": {"mask": torch.rand(LONGEST, generator=_DRAWN) < 0.7},
-}
 SMALL = ("bias", "alibi_slopes", "sinks")
 
 
 @pytest.mark.parametrize("dtype", DTYPES[:1] if INTERPRETED else DTYPES, ids=dtype_name)
-@pytest.mark.parametrize("options", PACKED_OPTIONS.values(), ids=PACKED_OPTIONS)
+@pytest.mark.parametrize("options", (OPTIONS | PLANES).values(), ids=OPTIONS | PLANES)
 def test_packed_sequences(dtype, options):
     options = {name: value.to(dtype) if name == "bias" else value for name, value in options.items()}
     problem = packed_problem(*packed(QUERIES, KEYS, dtype=dtype, value_head_dim=24), **options)
