@@ -1,12 +1,13 @@
-"""Put the measured numbers into README.md: `python -m benchmarks.readme` after `make bench`.
+"""Put the measured numbers into README.md and docs/: `python -m benchmarks.readme` after `make bench`.
 
-Everything between the marks is written anew from cpu.json and doors.json; the rest of the file stays.
+Everything between the marks is written anew from cpu.json and doors.json; the rest of the files stays.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -20,13 +21,18 @@ from flashtile.bench.timing import format_seconds
 
 BEGIN, END = "<!-- numbers:begin -->", "<!-- numbers:end -->"
 DOORS_BEGIN, DOORS_END = "<!-- doors:begin -->", "<!-- doors:end -->"
+SUMMARY_BEGIN, SUMMARY_END = "<!-- summary:begin -->", "<!-- summary:end -->"
+ERRORS_BEGIN, ERRORS_END = "<!-- errors:begin -->", "<!-- errors:end -->"
 GROUPS = {
     "long": "Long sequences",
     "decode": "Decoding: one query against a cache",
     "small": "Short sequences",
 }
 COLUMNS = ["work", "flashtile", "GFLOP/s", "of ceiling", "torch SDPA", "ratio", "best other peer", "ratio"]
+SUMMARY = ["work", "cases", "GFLOP/s", "of ceiling", "over torch SDPA", "over the best other peer"]
+ERRORS = {"flashtile": "flashtile", "torch": "torch SDPA", "standard": "standard attention in that dtype"}
 NOTHING = "-"
+_NUMBER = re.compile(r"[\d.]+")
 
 
 def fill(text: str, found: dict[str, Any]) -> str:
@@ -39,6 +45,30 @@ def fill_doors(text: str, found: dict[str, Any]) -> str:
     ceiling = f"Reading memory: {found['read_gb_per_s']:.0f} GB/s. In brackets: their time over flashtile's."
     rows = markdown(doors.COLUMNS, doors.rows(found))
     return _between(text, DOORS_BEGIN, DOORS_END, f"{machine_line(found['machine'])} {ceiling}\n\n{rows}")
+
+
+def fill_summary(text: str, found: dict[str, Any]) -> str:
+    """The ranges of the cases of one kind, and memory by length (docs/performance.md)."""
+    parts = [machine_line(found["machine"]), ceilings_line(found["ceilings"])]
+    parts += [markdown(SUMMARY, summary_rows(found)), memory_table(found["memory"])]
+    return _between(text, SUMMARY_BEGIN, SUMMARY_END, "\n\n".join(parts))
+
+
+def fill_errors(text: str, found: dict[str, Any]) -> str:
+    """The largest errors against float64 of the long cases (docs/numerics.md)."""
+    largest: dict[str, dict[str, float]] = {}
+    for result in found["results"]:
+        case = result["case"]
+        if case["group"] == "long":
+            row = largest.setdefault(f"{case['direction']} {case['dtype']}", {})
+            for name in ERRORS:
+                if "error" in (peer := result["peers"].get(name, {})):
+                    row[name] = max(row.get(name, 0.0), peer["error"])
+    rows = (
+        [work, *(f"{row[name]:.1e}" if name in row else NOTHING for name in ERRORS)]
+        for work, row in largest.items()
+    )
+    return _between(text, ERRORS_BEGIN, ERRORS_END, markdown(["work", *ERRORS.values()], rows))
 
 
 def _between(text: str, begin: str, end: str, body: str) -> str:
@@ -89,6 +119,27 @@ def work_row(result: dict[str, Any], ceilings: dict[str, float | None]) -> list[
     ]
 
 
+def summary_rows(found: dict[str, Any]) -> Iterable[list[str]]:
+    """One row for the cases of one group, direction and dtype: the least and the most of each number."""
+    kinds: dict[str, list[list[str]]] = {}
+    for result in found["results"]:
+        case = result["case"]
+        kind = f"{case['group']}, {case['direction']} {case['dtype']}"
+        kinds.setdefault(kind, []).append(work_row(result, found["ceilings"]))
+    for kind, rows in kinds.items():
+        _, _, rates, shares, _, over_torch, _, over_best = zip(*rows, strict=True)
+        yield [kind, str(len(rows)), *(_span(texts) for texts in (rates, shares, over_torch, over_best))]
+
+
+def _span(texts: Iterable[str]) -> str:
+    """The least and the most of numbers with one unit: "12%" and "9%" are "9 to 12%"."""
+    present = sorted((float(_NUMBER.findall(text)[0]), text) for text in texts if text != NOTHING)
+    if not present:
+        return NOTHING
+    (_, least), (_, most) = present[0], present[-1]
+    return most if least == most else f"{_NUMBER.findall(least)[0]} to {most}"
+
+
 def shown(seconds: float | None) -> str:
     return NOTHING if seconds is None else format_seconds(seconds)
 
@@ -122,11 +173,15 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--results", type=Path, default=Path("benchmarks/results/cpu.json"))
     parser.add_argument("--doors", type=Path, default=Path("benchmarks/results/doors.json"))
     parser.add_argument("--readme", type=Path, default=Path("README.md"))
+    parser.add_argument("--docs", type=Path, default=Path("docs"))
     options = parser.parse_args(arguments)
-    text = options.readme.read_text()
-    for results, put in ((options.results, fill), (options.doors, fill_doors)):
-        text = put(text, json.loads(results.read_text()))
-    options.readme.write_text(text)
+    for page, results, put in (
+        (options.readme, options.results, fill),
+        (options.readme, options.doors, fill_doors),
+        (options.docs / "performance.md", options.results, fill_summary),
+        (options.docs / "numerics.md", options.results, fill_errors),
+    ):
+        page.write_text(put(page.read_text(), json.loads(results.read_text())))
 
 
 if __name__ == "__main__":
