@@ -48,7 +48,7 @@ def fill_doors(text: str, found: dict[str, Any]) -> str:
 
 
 def fill_summary(text: str, found: dict[str, Any]) -> str:
-    """The ranges of the cases of one kind, and memory by length (docs/performance.md)."""
+    """The ranges of the cases of one kind, and memory by length: what the README has room for."""
     parts = [machine_line(found["machine"]), ceilings_line(found["ceilings"])]
     parts += [markdown(SUMMARY, summary_rows(found)), memory_table(found["memory"])]
     return _between(text, SUMMARY_BEGIN, SUMMARY_END, "\n\n".join(parts))
@@ -176,9 +176,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--docs", type=Path, default=Path("docs"))
     options = parser.parse_args(arguments)
     for page, results, put in (
-        (options.readme, options.results, fill),
-        (options.readme, options.doors, fill_doors),
-        (options.docs / "performance.md", options.results, fill_summary),
+        (options.readme, options.results, fill_summary),
+        (options.docs / "performance.md", options.results, fill),
+        (options.docs / "performance.md", options.doors, fill_doors),
         (options.docs / "numerics.md", options.results, fill_errors),
     ):
         page.write_text(put(page.read_text(), json.loads(results.read_text())))

@@ -1,21 +1,18 @@
-"""docs/: the code runs and prints what the pages say, links lead somewhere, numbers are the measured ones."""
+"""docs/: the code runs and prints what the pages say, links lead somewhere."""
 
 from __future__ import annotations
 
-import json
 import re
 from typing import Any
 
 import pytest
 
 import flashtile
-from benchmarks import readme
 from tests.documents import ROOT, anchors, blocks, broken, links
 
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.glob("*.md"))
 COMING = {"explainer.html", "scaling.md"}  # linked from index.md, written elsewhere
-OF_CPU_JSON = {"performance.md": readme.fill_summary, "numerics.md": readme.fill_errors}
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 
@@ -66,14 +63,6 @@ def test_every_public_name_is_somewhere():
     text = "\n".join(page.read_text() for page in PAGES)
     for name in flashtile.__all__:
         assert re.search(rf"\b(flashtile\.|import .*){name}\b", text), name
-
-
-@pytest.mark.parametrize("name", OF_CPU_JSON)
-def test_numbers_are_those_of_the_last_run(name):
-    """`python -m benchmarks.readme` puts them there."""
-    found = json.loads((ROOT / "benchmarks" / "results" / "cpu.json").read_text())
-    text = (DOCS / name).read_text()
-    assert OF_CPU_JSON[name](text, found) == text
 
 
 def test_the_site_has_every_page():

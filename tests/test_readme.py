@@ -129,9 +129,9 @@ def test_only_the_places_between_the_marks_change(found, found_doors, tmp_path):
         f"{readme.BEGIN}\nold\n{readme.END}\nbetween\n{readme.DOORS_BEGIN}\nold\n{readme.DOORS_END}\nafter\n"
     )
     paths = {name: tmp_path / f"{name}.json" for name in ("results", "doors")}
-    target = tmp_path / "README.md"
+    target = tmp_path / "performance.md"
     pages = {
-        tmp_path / "performance.md": (readme.SUMMARY_BEGIN, readme.SUMMARY_END),
+        tmp_path / "README.md": (readme.SUMMARY_BEGIN, readme.SUMMARY_END),
         tmp_path / "numerics.md": (readme.ERRORS_BEGIN, readme.ERRORS_END),
     }
     for page, marks in pages.items():
@@ -141,7 +141,7 @@ def test_only_the_places_between_the_marks_change(found, found_doors, tmp_path):
     target.write_text(f"before\n{text}")
     for _ in range(2):
         options = [part for name, path in paths.items() for part in (f"--{name}", str(path))]
-        readme.main([*options, "--readme", str(target), "--docs", str(tmp_path)])
+        readme.main([*options, "--readme", str(tmp_path / "README.md"), "--docs", str(tmp_path)])
         written = target.read_text()
         assert written.startswith(f"before\n{readme.BEGIN}\nSome CPU")
         assert f"|\n{readme.END}\nbetween\n{readme.DOORS_BEGIN}\nSome CPU" in written
@@ -177,8 +177,16 @@ def test_a_text_without_the_marks_is_refused(text, found):
         readme.fill(text, found)
 
 
-def test_the_readme_has_the_numbers_of_the_last_run():
+@pytest.mark.parametrize(
+    ("page", "results", "fill"),
+    [
+        ("README.md", "cpu.json", readme.fill_summary),
+        ("docs/performance.md", "cpu.json", readme.fill),
+        ("docs/performance.md", "doors.json", readme.fill_doors),
+        ("docs/numerics.md", "cpu.json", readme.fill_errors),
+    ],
+)
+def test_pages_have_the_numbers_of_the_last_run(page, results, fill):
     """`python -m benchmarks.readme` puts them there."""
-    text, results = README.read_text(), ROOT / "benchmarks" / "results"
-    assert readme.fill(text, json.loads((results / "cpu.json").read_text())) == text
-    assert readme.fill_doors(text, json.loads((results / "doors.json").read_text())) == text
+    text = (ROOT / page).read_text()
+    assert fill(text, json.loads((ROOT / "benchmarks" / "results" / results).read_text())) == text
