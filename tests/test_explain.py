@@ -1,4 +1,4 @@
-"""The explainer: its page, put together from its parts in three languages, what the lab gives it, its command."""
+"""The explainer: the page and the parts it is put together from; what the lab gives it; the command."""
 
 from __future__ import annotations
 
@@ -175,24 +175,23 @@ class Tags(HTMLParser):
         self.found.append(f"/{tag}")
 
 
-@pytest.mark.parametrize("key", page.read_texts())
-def test_a_text_has_all_languages_with_the_same_places_and_markup(key):
-    found = page.read_texts()[key]
-    assert list(found) == list(page.LANGUAGES)
-    assert all(text.strip() == text != "" for text in found.values())
-    places = [sorted(re.findall(r"\{\w+\}", text)) for text in found.values()]
-    assert places == [places[0]] * 3
-    tags = [sorted(Tags(text).found) for text in found.values()]
-    assert tags == [tags[0]] * 3
-    assert {tag.lstrip("/") for tag in tags[0]} <= MARKUP
+def test_a_text_has_all_languages_with_the_same_places_and_markup():
+    for key, found in page.read_texts().items():
+        assert list(found) == list(page.LANGUAGES), key
+        assert all(text.strip() == text != "" for text in found.values()), key
+        places = [sorted(re.findall(r"\{\w+\}", text)) for text in found.values()]
+        assert places == [places[0]] * 3, key
+        tags = [sorted(Tags(text).found) for text in found.values()]
+        assert tags == [tags[0]] * 3, key
+        assert {tag.lstrip("/") for tag in tags[0]} <= MARKUP, key
 
 
 def test_every_text_is_used():
     """By its key, or by a key that the scripts put together, as in `online.${name}.label`."""
     used = "".join(page.read(name) for name in ("page.html", *(f"{name}.js" for name in page.SCRIPTS)))
     composed = [
-        re.compile(re.sub(r"\$\{[^}]*\}", r"[\\w-]+", found.replace(".", r"\.")))
-        for found in re.findall(r"`(\S*\$\{\S*)`", used)
+        re.compile(r"[\w-]+".join(re.escape(part) for part in re.split(r"\$\{[^}]*\}", found)))
+        for found in re.findall(r"`([\w.-]*(?:\$\{[^}`]*\}[\w.-]*)+)`", used)
         if re.search(r"^[a-z]|\}\.[a-z]", found)
     ]
     for key in page.read_texts():

@@ -14,6 +14,14 @@ function text(key, values = {}) {
   return TEXTS[key][language].replace(/\{(\w+)\}/g, (_, name) => values[name]);
 }
 
+const formatters = new Map(); // making one takes longer than using it
+
+function written(number, options) {
+  const key = language + JSON.stringify(options);
+  if (!formatters.has(key)) formatters.set(key, Intl.NumberFormat(language, options));
+  return formatters.get(key).format(number);
+}
+
 /** Text for people. Fewer digits than the number has: `show` keeps it whole beside what is shown. */
 function format(number) {
   if (number === Infinity) return "∞";
@@ -21,13 +29,12 @@ function format(number) {
   const size = Math.abs(number);
   const options = { maximumSignificantDigits: 5 };
   if (size !== 0 && (size < 1e-3 || size >= 1e6)) options.notation = "scientific";
-  return Intl.NumberFormat(language, options).format(number).replace("-", "−");
+  return written(number, options).replaceAll("-", "−");
 }
 
-const integer = (number) => Intl.NumberFormat(language, { maximumFractionDigits: 0 }).format(number);
+const integer = (number) => written(number, { maximumFractionDigits: 0 });
 
-const percent = (share) =>
-  Intl.NumberFormat(language, { style: "percent", maximumFractionDigits: 1 }).format(share);
+const percent = (share) => written(share, { style: "percent", maximumFractionDigits: 1 });
 
 /** Three digits and a decimal prefix, as in 19.3 MB. */
 function prefixed(amount, unit) {
@@ -37,7 +44,7 @@ function prefixed(amount, unit) {
     amount /= 1000;
     power += 1;
   }
-  const digits = Intl.NumberFormat(language, { minimumSignificantDigits: 3, maximumSignificantDigits: 3 }).format(amount);
+  const digits = written(amount, { minimumSignificantDigits: 3, maximumSignificantDigits: 3 });
   return `${digits}\u00a0${prefixes[power]}${unit}`;
 }
 

@@ -59,9 +59,7 @@ function startCode() {
     const current = elements[DATA.code.lines[now.line]];
     current.classList.add("now");
     current.setAttribute("aria-current", "step");
-    const box = byId("code-source");
-    const [top, bottom] = [current.offsetTop, current.offsetTop + current.offsetHeight];
-    if (top < box.scrollTop || bottom > box.scrollTop + box.clientHeight) box.scrollTop = top - box.clientHeight / 3;
+    requestAnimationFrame(() => bringIntoView(current)); // measured once a frame, not for each step
   }
 
   function redraw() {
@@ -72,6 +70,13 @@ function startCode() {
     else stepper.resize(lines.length - 1);
   }
   row.changed.push(redraw);
+}
+
+/** Bring a line into view within its box, and leave the page where it is. */
+function bringIntoView(line) {
+  const box = byId("code-source");
+  const [top, bottom] = [line.offsetTop, line.offsetTop + line.offsetHeight];
+  if (top < box.scrollTop || bottom > box.scrollTop + box.clientHeight) box.scrollTop = top - box.clientHeight / 3;
 }
 
 function variable(name, value, changed) {
