@@ -128,7 +128,7 @@ def test_warps_of_standard_attention_are_refused():
     ],
 )
 def test_skipped_tiles_are_those_that_the_lab_skips(name, window, mask, size):
-    found = data._skipping(size)[name][window]
+    found = data._skipped(size, data._mask(name, window))
     lower, upper = band(mask, data.LENGTH, data.LENGTH)
     setting = lab.Setting(scale=1.0, lower=lower, upper=upper)
     blocks = [slice(start, start + size) for start in range(0, data.LENGTH, size)]

@@ -35,8 +35,8 @@ def build(language: str = "en") -> str:
 
 
 def read(name: str) -> str:
-    """A file of the page's folder."""
-    return (files("flashtile.explain") / "page" / name).read_text(encoding="utf-8")
+    """A file of the folder `web`."""
+    return (files("flashtile.explain") / "web" / name).read_text(encoding="utf-8")
 
 
 def read_texts() -> Texts:

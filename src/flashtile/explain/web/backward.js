@@ -14,8 +14,8 @@ function startBackward() {
   function redraw() {
     const upstream = parseNumber(input.value);
     input.setAttribute("aria-invalid", upstream === null);
-    const written = input.value.trim() || text("online.nothing");
-    byId("backward-error").textContent = upstream === null ? text("backward.error", { written }) : "";
+    const error = upstream === null ? text("backward.error", { written: quoted(input.value) }) : "";
+    byId("backward-error").textContent = error;
     if (row.error) stepper.move(stepper.step);
     else stepper.resize(parts(row.scores.length, row.size).length, stepper.last ? undefined : 1);
   }

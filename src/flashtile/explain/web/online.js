@@ -79,7 +79,7 @@ function startOnline() {
     if (focused) byId("online-block").querySelector(":checked").focus();
     const { error } = row;
     byId("online-error").textContent = error
-      ? text(`online.error.${error.kind}`, { key: error.index, written: error.written.trim() || text("online.nothing") })
+      ? text(`online.error.${error.kind}`, { key: error.index, written: quoted(error.written) })
       : "";
     const blocks = parts(row.written.length, row.size).length;
     if (error) stepper.move(stepper.step);
@@ -138,6 +138,9 @@ function drawOnline(step) {
     : text("online.start");
 }
 
+/** What was typed, in a sentence. */
+const quoted = (written) => (written.trim() ? text("online.quoted", { written: written.trim() }) : text("online.nothing"));
+
 const close = (left, right) => Math.abs(left - right) <= 1e-12 * Math.max(1, Math.abs(left), Math.abs(right));
 const keysOf = ({ first, last }) => (last - first === 1 ? String(first) : `${first}–${last - 1}`);
 
@@ -159,7 +162,7 @@ function formulaLines({ before, scores, weights, rescale, max, total, unnormalis
     ["u", `${format(rescale)} · ${bracketed(before.unnormalised)} + ${product}`, unnormalised],
   ];
   return lines.map(([name, how, result]) =>
-    make("div", {}, make("var", {}, name), ` = ${how} = `, make("b", {}, format(result))),
+    make("div", {}, make(name.length === 1 ? "var" : "span", {}, name), ` = ${how} = `, make("b", {}, format(result))),
   );
 }
 
