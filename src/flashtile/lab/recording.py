@@ -123,6 +123,7 @@ def record(
     forward = Recorder(inputs, CREATED[algorithm, "forward"], element_size)
     backward = Recorder({}, CREATED[algorithm, "backward"], element_size, after=forward)
     setting = Setting(scale=head_dim**-0.5, lower=lower, upper=upper)
-    one_head(algorithm, (query, key, value), grad_out, (blocks, blocks), setting, (forward, backward))
-    memory = {"forward": forward, "backward": backward}[direction]
+    upstream = grad_out if direction == "backward" else None
+    one_head(algorithm, (query, key, value), upstream, (blocks, blocks), setting, (forward, backward))
+    memory = backward if direction == "backward" else forward
     return Recording(memory.events, memory.counts)

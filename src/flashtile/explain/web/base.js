@@ -100,6 +100,9 @@ function radios(fieldset, labels, chosen, onChange) {
   }
 }
 
+/** The sizes of tiles to choose from. */
+const tileSizes = () => Object.fromEntries(DATA.blocks.map((size) => [String(size), `${size} × ${size}`]));
+
 /** Options of a select; what was chosen stays so. */
 function choices(select, labels) {
   const chosen = select.value;

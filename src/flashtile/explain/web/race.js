@@ -139,78 +139,79 @@ class MatrixPicture {
   }
 }
 
-/** How far an algorithm is: a bar as long as all its bytes, filled with those that have moved. */
-function drawBar(bar, moved, traffic, most) {
-  bar.style.width = `${(100 * traffic) / most}%`;
-  bar.firstChild.style.width = `${(100 * Math.min(moved, traffic)) / traffic}%`;
+/** One algorithm: its picture, what it is doing, how far it is, and what it has moved. */
+class Panel {
+  constructor(algorithm, direction) {
+    this.algorithm = algorithm;
+    this.picture = new MatrixPicture(direction);
+    this.title = make("h4");
+    this.doing = make("p", { class: "doing" });
+    this.bar = make("div", { class: "bar" }, make("div"));
+    this.counters = make("dl");
+    const parts = [this.title, this.picture.root, this.doing, this.bar, this.counters];
+    this.root = make("div", { class: "panel", "data-algorithm": algorithm }, ...parts);
+  }
+
+  /** Show the state after so many bytes; `most` is the traffic of the algorithm that needs most. */
+  update(recording, moved, most) {
+    const state = progress(recording, moved);
+    const { traffic } = recording.counts;
+    this.picture.update(recording, state);
+    this.title.replaceChildren(...heads([this.algorithm]));
+    this.doing.textContent = doing(state);
+    this.doing.classList.toggle("finished", !state.event);
+    // as long as all its bytes, filled with those that have moved
+    this.bar.style.width = `${(100 * traffic) / most}%`;
+    this.bar.firstChild.style.width = `${(100 * Math.min(moved, traffic)) / traffic}%`;
+    const counters = ["read", "written", "flops"].map((name) => {
+      const value = show(make("dd"), state[name], integer);
+      return make("div", {}, make("dt", {}, text(`race.counter.${name}`)), value);
+    });
+    this.counters.replaceChildren(...counters);
+  }
 }
 
 /** The figure of one direction: block sizes, the clock, a panel for each algorithm, and the totals. */
 function startRace(root, direction) {
-  const recordings = DATA.race[direction];
   let block = "8";
   const fieldset = make("fieldset", { class: "radios", id: `${direction}-block` });
   const stepperRoot = make("div");
-  const panels = make("div", { class: "panels" });
   const clock = make("p", { class: "clock", "aria-hidden": "true" });
   const status = make("p", { class: "unseen", role: "status" });
   const around = make("p", { class: "hint" });
   const legend = make("ul", { class: "legend" });
   const table = make("table");
-  root.append(make("div", { class: "controls" }, fieldset), stepperRoot, clock, panels, around, legend, status, table);
+  const panels = ALGORITHMS.map((algorithm) => new Panel(algorithm, direction));
+  const row = make("div", { class: "panels" }, ...panels.map((panel) => panel.root));
+  root.append(make("div", { class: "controls" }, fieldset), stepperRoot, clock, row, around, legend, status, table);
 
-  const shown = ALGORITHMS.map((algorithm) => {
-    const picture = new MatrixPicture(direction);
-    const panel = make("div", { class: "panel", "data-algorithm": algorithm });
-    const bar = make("div", { class: "bar" }, make("div"));
-    const found = { title: make("h4"), bar, doing: make("p", { class: "doing" }), list: make("dl") };
-    panel.append(found.title, picture.root, found.doing, bar, found.list);
-    panels.append(panel);
-    return { algorithm, picture, ...found };
-  });
-
-  const mostBytes = () => Math.max(...ALGORITHMS.map((algorithm) => recordings[algorithm][block].counts.traffic));
+  const recordingOf = (algorithm) => DATA.race[direction][algorithm][block];
+  const mostBytes = () => Math.max(...ALGORITHMS.map((algorithm) => recordingOf(algorithm).counts.traffic));
 
   function change(step) {
-    const said = {};
-    const most = mostBytes();
-    for (const { algorithm, picture, title, bar, doing: line, list } of shown) {
-      const recording = recordings[algorithm][block];
-      const state = progress(recording, step * TICK);
-      picture.update(recording, state);
-      drawBar(bar, step * TICK, recording.counts.traffic, most);
-      title.replaceChildren(...heads([algorithm]));
-      said[algorithm] = line.textContent = doing(state);
-      line.classList.toggle("finished", !state.event);
-      list.replaceChildren();
-      for (const name of ["read", "written", "flops"]) {
-        const value = show(make("dd", { "data-count": name }), state[name], integer);
-        list.append(make("div", {}, make("dt", {}, text(`race.counter.${name}`)), value));
-      }
-    }
-    clock.innerHTML = text("race.moved", { bytes: `<b>${integer(step * TICK)}</b>` });
-    status.textContent = text("race.status", { bytes: integer(step * TICK), ...said });
+    const moved = step * TICK;
+    for (const panel of panels) panel.update(recordingOf(panel.algorithm), moved, mostBytes());
+    const said = Object.fromEntries(panels.map((panel) => [panel.algorithm, panel.doing.textContent]));
+    clock.innerHTML = text("race.moved", { bytes: `<b>${integer(moved)}</b>` });
+    status.textContent = text("race.status", { bytes: integer(moved), ...said });
   }
 
-  const options = { label: "race.clock", status, interval: 90, change };
-  const stepper = new Stepper(stepperRoot, options);
+  const stepper = new Stepper(stepperRoot, { label: "race.clock", status, interval: 90, change });
 
   function redraw() {
-    const sizes = Object.fromEntries(DATA.blocks.map((size) => [String(size), `${size} × ${size}`]));
     fieldset.replaceChildren(make("legend", {}, text("block")));
-    radios(fieldset, sizes, block, (chosen) => {
+    radios(fieldset, tileSizes(), block, (chosen) => {
       block = chosen;
       redraw();
       fieldset.querySelector(":checked").focus();
     });
     around.textContent = text(`race.around.${direction}`);
-    legend.replaceChildren(
-      ...["stored", "moving", "chip", "computed"].map((name) =>
-        make("li", {}, make("span", { class: `swatch ${name}` }), ` ${text(`race.legend.${name}`)}`),
-      ),
+    const kinds = ["stored", "moving", "chip", "computed"].map((name) =>
+      make("li", {}, make("span", { class: `swatch ${name}` }), ` ${text(`race.legend.${name}`)}`),
     );
+    legend.replaceChildren(...kinds);
     table.setAttribute("aria-label", text("race.table"));
-    totals(table, (algorithm) => recordings[algorithm][block].counts);
+    totals(table, (algorithm) => recordingOf(algorithm).counts);
     const last = Math.ceil(mostBytes() / TICK);
     stepper.resize(last, stepper.last ? undefined : Math.round(last / 5)); // at first something is going on
   }

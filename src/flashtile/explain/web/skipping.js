@@ -14,8 +14,7 @@ function startSkipping() {
     const first = select.value === "";
     choices(select, Object.fromEntries(names));
     if (first) select.value = "causal-window";
-    const sizes = Object.fromEntries(DATA.blocks.map((size) => [String(size), `${size} × ${size}`]));
-    radios(byId("skipping-block"), sizes, block, (chosen) => {
+    radios(byId("skipping-block"), tileSizes(), block, (chosen) => {
       block = chosen;
       update();
     });

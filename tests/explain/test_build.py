@@ -19,7 +19,7 @@ from flashtile.lab.algorithms import band
 from flashtile.lab.occupancy import Occupancy, exchanged_by_warps, occupancy
 from flashtile.lab.recording import record
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 MARKUP = {"var", "code", "wbr"}
 
 
