@@ -223,6 +223,12 @@ def test_the_page_in_docs_is_the_one_that_is_built_now():
     assert written == explain.build(), "run: flashtile explain --output docs/explainer.html"
 
 
+def test_the_command_knows_the_languages_of_the_page(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["explain", "--help"])
+    assert f"--language {{{','.join(page.LANGUAGES)}}}" in capsys.readouterr().out
+
+
 def test_the_command_writes_the_page(tmp_path, capsys, monkeypatch):
     opened: list[str] = []
     monkeypatch.setattr(webbrowser, "open", lambda address: opened.append(address) or True)

@@ -27,8 +27,9 @@ function format(number) {
   if (number === Infinity) return "∞";
   if (number === -Infinity) return "−∞";
   const size = Math.abs(number);
-  const options = { maximumSignificantDigits: 5 };
-  if (size !== 0 && (size < 1e-3 || size >= 1e6)) options.notation = "scientific";
+  let options = { maximumSignificantDigits: 5, useGrouping: false };
+  if (size < 1) options = { maximumFractionDigits: 5 };
+  if (size >= 1e6 || (size < 1e-3 && size > 0)) options = { notation: "scientific", maximumFractionDigits: 3 };
   return written(number, options).replaceAll("-", "−");
 }
 
