@@ -1,6 +1,4 @@
-"""The command line: `flashtile info`, `check`, `warmup`, `masks`, `bench`, `demo` and `lab`.
-
-Also `python -m flashtile`.
+"""The command line: `flashtile COMMAND`, also `python -m flashtile COMMAND`.
 
 Results go to stdout (text, or JSON with --json), progress to stderr. Exit codes: 0 fine, 1 a check failed,
 2 wrong arguments, 130 interrupted.
@@ -54,6 +52,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_bench(commands)
     _add_demo(commands)
     _add_lab(commands)
+    _add_explain(commands)
     return parser
 
 
@@ -350,5 +349,31 @@ flashtile lab --paper""",
 
 def _lab(options: argparse.Namespace) -> int:
     from flashtile.lab import command
+
+    return command.run(options)
+
+
+def _add_explain(commands: Any) -> None:
+    explain = _command(
+        commands,
+        "explain",
+        "write a page that shows how FlashAttention works, step by step, to try in a browser",
+        _explain,
+        """flashtile explain --open
+flashtile explain --language pl --output flashattention.html
+flashtile explain --json""",
+    )
+    explain.add_argument(
+        "--output", type=Path, default=Path("explainer.html"), metavar="FILE", help="default: explainer.html"
+    )
+    explain.add_argument(
+        "--language", choices=("en", "zh", "pl"), default="en", help="to open in; the page can switch"
+    )
+    explain.add_argument("--open", action="store_true", help="open it in the browser")
+    explain.set_defaults(refuse=explain.error)
+
+
+def _explain(options: argparse.Namespace) -> int:
+    from flashtile.explain import command
 
     return command.run(options)

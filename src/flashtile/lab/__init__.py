@@ -5,7 +5,7 @@ step. This is for understanding and predicting; `flashtile.attention` is what to
 prints the counts.
 """
 
-from flashtile.lab import flash1, flash2, standard, theory
+from flashtile.lab import flash1, flash2, occupancy, recording, standard, theory
 from flashtile.lab.algorithms import ALGORITHMS, Algorithm, Run, run
 from flashtile.lab.memory import Block, Counts, Memory
 from flashtile.lab.online import Step, blocked, elementwise, mean_of_blocks, steps
@@ -26,6 +26,8 @@ __all__ = [
     "flash1",
     "flash2",
     "mean_of_blocks",
+    "occupancy",
+    "recording",
     "run",
     "standard",
     "steps",

@@ -87,7 +87,7 @@ def run(
             )  # fmt: skip
             q, k, v = (tensor.flatten(0, 1)[head] for tensor in (query, key, value))
             upstream = None if grad_out is None else grad_out.flatten(0, 1)[head]
-            out, found = _one_head(algorithm, (q, k, v), upstream, tiles, setting, memories)
+            out, found = one_head(algorithm, (q, k, v), upstream, tiles, setting, memories)
             outs.append(out)
             if found is not None:
                 gradients.append(found)
@@ -138,7 +138,7 @@ def _check(query: Tensor, key: Tensor, value: Tensor, grad_out: Tensor | None) -
             )
 
 
-def _one_head(
+def one_head(
     algorithm: Algorithm,
     inputs: Inputs,
     grad_out: Tensor | None,
