@@ -50,16 +50,22 @@ def checked_layout(layout: object) -> Layout:
     return layout  # type: ignore[return-value]
 
 
-def checked_documents(cu_seqlens: Tensor | Sequence[int] | None, length: int) -> tuple[int, ...] | None:
-    """Where packed documents begin, and the length of all at the end; None where there are none."""
+def checked_documents(
+    cu_seqlens: Tensor | Sequence[int] | None, length: int | None = None
+) -> tuple[int, ...] | None:
+    """Where packed documents begin, and the length of all at the end; None where there are none.
+
+    ``length`` is that of the sequence, where it is known.
+    """
     if cu_seqlens is None:
         return None
     starts = integer_tensor("cu_seqlens", cu_seqlens, 1, torch.device("cpu"))
     if starts.shape[0] < 2:
         raise ValueError(f"cu_seqlens must hold 0 and the end of every document, got {starts.tolist()}")
-    check_starts("cu_seqlens", starts, length)
-    if int(starts[-1]) != length:
-        raise ValueError(f"cu_seqlens must end with the length of all documents, {length}, got {starts[-1]}")
+    total = int(starts[-1])
+    check_starts("cu_seqlens", starts, total)
+    if length is not None and total != length:
+        raise ValueError(f"cu_seqlens must end with the length of the sequence, {length}, got {total}")
     return tuple(starts.tolist())
 
 

@@ -55,7 +55,14 @@ def shard(
         TypeError: not a tensor, or not a group.
         ValueError: an unknown layout or dimension, or documents of another length.
     """
-    grid, dim = grid_of(group), _checked(tensor, dim, layout)
+    return cut(tensor, grid_of(group), dim, layout, cu_seqlens)
+
+
+def cut(
+    tensor: Tensor, grid: Grid, dim: int, layout: Layout, cu_seqlens: Tensor | Sequence[int] | None
+) -> Tensor:
+    """``shard`` for the ranks of a grid."""
+    dim = _checked(tensor, dim, layout)
     documents = checked_documents(cu_seqlens, tensor.shape[dim])
     for runs in runs_of(grid, tensor.shape[dim], layout, documents):
         parts = [tensor.narrow(dim, *run) for run in runs]
@@ -90,7 +97,14 @@ def unshard(
         ValueError: an unknown layout or dimension, or parts that do not fit together, on every rank.
         RuntimeError: a rank failed or did not answer within the group's timeout.
     """
-    grid, dim = grid_of(group), _checked(tensor, dim, layout)
+    return join(tensor, grid_of(group), dim, layout, cu_seqlens)
+
+
+def join(
+    tensor: Tensor, grid: Grid, dim: int, layout: Layout, cu_seqlens: Tensor | Sequence[int] | None
+) -> Tensor:
+    """``unshard`` for the ranks of a grid."""
+    dim = _checked(tensor, dim, layout)
     if grid.heads is not None:
         tensor = _whole(tensor, grid.heads, dim, "contiguous", None)
     return tensor if grid.ring is None else _whole(tensor, grid.ring, dim, layout, cu_seqlens)
