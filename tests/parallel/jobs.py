@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import time
@@ -19,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import flashtile
 from flashtile import masks, parallel, torch_ops
 from flashtile.masks import Mask
+from flashtile.parallel import exchange
 from flashtile.parallel.layouts import even_layout
 from flashtile.problem import AttentionProblem
 from tests.oracle import random_gradients, random_problem
@@ -153,6 +155,19 @@ def numbers_sent(group: Any, case: Case) -> list[int]:
     finally:
         dist.batch_isend_irecv = original
     return sent
+
+
+def bytes_sent(group: Any, case: Case, overlapping: bool = True) -> list[int]:
+    """Forward and backward."""
+    problem, _, _ = case.problem()
+    rows = case.rows(dist.get_rank(group), problem.query.shape[2])
+    leaves = [x[:, :, rows].requires_grad_() for x in (problem.query, problem.key, problem.value)]
+    with contextlib.nullcontext() if overlapping else exchange.without_overlap():
+        with exchange.counted() as forward:
+            out = call(case, group, *leaves, mask=case.mask)
+        with exchange.counted() as backward:
+            out.sum().backward()
+    return [forward.bytes, backward.bytes]
 
 
 def shard_and_unshard(group: Any, shape: tuple[int, ...], dim: int, layout: str, dtype: torch.dtype) -> bool:
