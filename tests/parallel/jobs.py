@@ -10,6 +10,7 @@ import warnings
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import flashtile
+from benchmarks import parallel as parallel_benchmark
 from flashtile import masks, parallel, torch_ops
 from flashtile.masks import Mask
 from flashtile.parallel import exchange
@@ -168,6 +170,17 @@ def bytes_sent(group: Any, case: Case, overlapping: bool = True) -> list[int]:
         with exchange.counted() as backward:
             out.sum().backward()
     return [forward.bytes, backward.bytes]
+
+
+def benchmark(group: Any, wrong: bool = False, **arguments: Any) -> Any:
+    """``python -m benchmarks.parallel`` without its processes; ``wrong``: the ring adds something."""
+    with pytest.MonkeyPatch.context() as patch:
+        if wrong:
+            attend = parallel.ring_attention
+            patch.setattr(
+                parallel, "ring_attention", lambda *inputs, **options: attend(*inputs, **options) + 0.1
+            )
+        return parallel_benchmark.measure_all(dist.get_rank(group), **arguments)
 
 
 def shard_and_unshard(group: Any, shape: tuple[int, ...], dim: int, layout: str, dtype: torch.dtype) -> bool:
