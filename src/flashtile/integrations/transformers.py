@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -154,18 +154,10 @@ def attention_forward(
         "dropout_p": dropout,
     }
     if (context := active.current()) is not None:
-        refusal = None
-        try:
-            if position_bias is not None or cu_seq_lens_q is not None or cu_seq_lens_k is not None:
-                raise ValueError(
-                    "context_parallel supports no position_bias, and takes packed documents as cu_seqlens of "
-                    "its own, not as cu_seq_lens_q of the model"
-                )
-            _check_part(context, query, key, attention_mask, kwargs.get("position_ids"))
-            options["mask"], _ = _mask_and_bias(module, False, attention_mask, is_causal, sliding_window)
-        except (TypeError, ValueError) as error:
-            refusal = error
-        return _output(context.attend(query, key, value, refusal, **options)), None
+        matrix = position_bias is not None or cu_seq_lens_q is not None or cu_seq_lens_k is not None
+        positions = kwargs.get("position_ids")
+        masking = _Masking(module, attention_mask, is_causal, sliding_window, positions, matrix)
+        return _output(_attend_in_parts(context, query, key, value, masking, options)), None
     mask, bias = _mask_and_bias(module, query.shape[2] == 1, attention_mask, is_causal, sliding_window)
     if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
         packed = _packed(query, key, cu_seq_lens_q, cu_seq_lens_k)
@@ -187,31 +179,62 @@ def _output(out: Tensor) -> Tensor:
     return out.transpose(1, 2).contiguous()
 
 
-def _check_part(
+class _Masking(NamedTuple):
+    """What a call says of its mask; ``other``: a bias, or lengths of packed sequences."""
+
+    module: nn.Module
+    attention_mask: Tensor | None
+    is_causal: bool | None
+    sliding_window: int | None
+    position_ids: Tensor | None
+    other: bool
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _attend_in_parts(
     context: ContextParallel,
     query: Tensor,
     key: Tensor,
-    attention_mask: object,
-    position_ids: Tensor | None,
-) -> None:
-    """Refuses what is no part of one sequence on all ranks, or a mask that only says how the part looks."""
+    value: Tensor,
+    masking: _Masking,
+    options: dict[str, Any],
+) -> Tensor:
+    """On all ranks of ``context_parallel``; what one of them refuses is an error of all."""
+    mask, refusal = None, None
+    try:
+        _check_part(context, query, key, masking)
+        mask, _ = _mask_and_bias(
+            masking.module, False, masking.attention_mask, masking.is_causal, masking.sliding_window
+        )
+    except (TypeError, ValueError) as error:
+        refusal = error
+    return context.attend(query, key, value, refusal, mask=mask, **options)
+
+
+def _check_part(context: ContextParallel, query: Tensor, key: Tensor, masking: _Masking) -> None:
+    """Refuses what is no part of one sequence on all ranks, or a mask that is not known for all of it."""
+    mask, position_ids = masking.attention_mask, masking.position_ids
+    if masking.other:
+        raise ValueError(
+            "context_parallel supports no position_bias, and takes packed documents as cu_seqlens of its "
+            "own, not as cu_seq_lens_q of the model"
+        )
     if query.shape[2] != key.shape[2]:
         raise ValueError(
             "context_parallel needs the keys of the queries' own part: no cache (generation; "
             "use_cache=False) and no cross-attention, got "
             f"{query.shape[2]} queries and {key.shape[2]} keys"
         )
-    if not isinstance(attention_mask, IntervalMask):
-        if attention_mask is not None:
-            raise ValueError("context_parallel does not support masks that are matrices")
+    if mask is None:
         return
-    if attention_mask.elements is not None:
+    if not isinstance(mask, IntervalMask) or mask.elements is not None:
         raise ValueError(
-            "context_parallel does not support models that change their mask, which makes it a matrix"
+            "context_parallel does not support masks that are matrices, nor models that change their mask, "
+            "which makes it one"
         )
-    expected = context.positions(attention_mask.shape[2]).to(query.device)
     if position_ids is None or position_ids.dim() != 2:  # of several axes: what they mean is the model's
         return
+    expected = context.positions(mask.shape[2]).to(query.device)
     if position_ids.shape[1] != len(expected) or not bool((position_ids == expected).all()):
         raise ValueError(
             "position_ids must be those of this rank's part of the whole sequence (context.shard_batch gives "
