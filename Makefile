@@ -34,6 +34,7 @@ lint: $(VENV)/.test
 bench: $(VENV)/.bench
 	$(BIN)/python -m benchmarks.cpu $(ARGS)
 	$(BIN)/python -m benchmarks.doors $(if $(findstring --quick,$(ARGS)),--quick)
+	$(BIN)/python -m benchmarks.parallel $(if $(findstring --quick,$(ARGS)),--quick)
 
 clean:
 	rm -rf $(VENV)

@@ -46,7 +46,8 @@ def draw_all(found: dict[str, Any], folder: Path) -> list[Path]:
 def titled_figure(found: dict[str, Any], title: str, size: tuple[float, float]) -> Figure:
     figure = Figure(figsize=size, layout="constrained")
     facts = found["machine"]
-    where = f"{facts['cpu']}, {facts['threads']} threads, torch {facts['versions']['torch']}"
+    threads = f"{facts['threads']} thread{'' if facts['threads'] == 1 else 's'}"
+    where = f"{facts['cpu']}, {threads}, torch {facts['versions']['torch']}"
     figure.suptitle(f"{title}\n{where}", fontsize=12, fontweight="bold")
     return figure
 

@@ -37,21 +37,21 @@ _NUMBER = re.compile(r"[\d.]+")
 
 def fill(text: str, found: dict[str, Any]) -> str:
     """`text` with the numbers of one run between the marks; ValueError where it has no such place."""
-    return _between(text, BEGIN, END, numbers(found))
+    return between(text, BEGIN, END, numbers(found))
 
 
 def fill_doors(text: str, found: dict[str, Any]) -> str:
     """The same for packed sequences and caches (benchmarks.doors)."""
     ceiling = f"Reading memory: {found['read_gb_per_s']:.0f} GB/s. In brackets: their time over flashtile's."
     rows = markdown(doors.COLUMNS, doors.rows(found))
-    return _between(text, DOORS_BEGIN, DOORS_END, f"{machine_line(found['machine'])} {ceiling}\n\n{rows}")
+    return between(text, DOORS_BEGIN, DOORS_END, f"{machine_line(found['machine'])} {ceiling}\n\n{rows}")
 
 
 def fill_summary(text: str, found: dict[str, Any]) -> str:
     """The ranges of the cases of one kind, and memory by length: what the README has room for."""
     parts = [machine_line(found["machine"]), ceilings_line(found["ceilings"])]
     parts += [markdown(SUMMARY, summary_rows(found)), memory_table(found["memory"])]
-    return _between(text, SUMMARY_BEGIN, SUMMARY_END, "\n\n".join(parts))
+    return between(text, SUMMARY_BEGIN, SUMMARY_END, "\n\n".join(parts))
 
 
 def fill_errors(text: str, found: dict[str, Any]) -> str:
@@ -68,10 +68,10 @@ def fill_errors(text: str, found: dict[str, Any]) -> str:
         [work, *(f"{row[name]:.1e}" if name in row else NOTHING for name in ERRORS)]
         for work, row in largest.items()
     )
-    return _between(text, ERRORS_BEGIN, ERRORS_END, markdown(["work", *ERRORS.values()], rows))
+    return between(text, ERRORS_BEGIN, ERRORS_END, markdown(["work", *ERRORS.values()], rows))
 
 
-def _between(text: str, begin: str, end: str, body: str) -> str:
+def between(text: str, begin: str, end: str, body: str) -> str:
     before, found_begin, rest = text.partition(begin)
     _, found_end, after = rest.partition(end)
     if not found_begin or not found_end:

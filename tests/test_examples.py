@@ -10,7 +10,7 @@ import pytest
 
 EXAMPLES = sorted((Path(__file__).parents[1] / "examples").glob("*.py"))
 SMALLER = {"long_context_memory": ["2048"]}
-LAUNCHERS = {"ring_attention": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]}
+LAUNCHERS = {"ring_attention": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]}
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)

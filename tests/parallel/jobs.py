@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import time
@@ -9,6 +10,7 @@ import warnings
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -17,8 +19,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import flashtile
+from benchmarks import parallel as parallel_benchmark
 from flashtile import masks, parallel, torch_ops
 from flashtile.masks import Mask
+from flashtile.parallel import exchange
+from flashtile.parallel.layouts import even_layout
 from flashtile.problem import AttentionProblem
 from tests.oracle import random_gradients, random_problem
 
@@ -37,6 +42,7 @@ class Case:
     shards: tuple[list[int], list[int]] | None = None
     mesh: tuple[int, int] | None = None
     sizes: dict[str, Any] = field(default_factory=dict)
+    documents: tuple[int, ...] | None = None  # cumulative lengths: each is cut for itself
     poisoned: str | None = None  # the input that holds a NaN
 
     def problem(self) -> tuple[AttentionProblem, Tensor, Tensor]:
@@ -45,7 +51,13 @@ class Case:
         lengths = {"query_length": 61, "key_length": 61}
         if self.shards is not None:
             lengths = dict(zip(lengths, map(sum, self.shards), strict=True))
-        problem = random_problem(**(lengths | self.sizes), mask=self.mask, generator=generator)
+        mask = self.mask
+        if self.documents is not None:
+            lengths = dict.fromkeys(lengths, self.documents[-1])
+            ids = torch.tensor(self.documents).diff()
+            apart = masks.documents(torch.arange(len(ids)).repeat_interleave(ids))
+            mask = apart if mask is None else apart & mask
+        problem = random_problem(**(lengths | self.sizes), mask=mask, generator=generator)
         if self.poisoned is not None:
             getattr(problem, self.poisoned)[0, 1, 29, 2] = torch.nan
         return problem, *random_gradients(problem, generator)
@@ -57,6 +69,10 @@ class Case:
             return whole.split(self.shards[int(keys)])[rank]
         ring, heads = (self.ranks, 1) if self.mesh is None else self.mesh
         place, inner = divmod(rank, heads)
+        if self.documents is not None:  # test_routes.py says that these are right
+            chunks = even_layout(length, ring, self.layout, self.documents)[place]
+            own = torch.cat([whole[chunk.span] for chunk in chunks])
+            return own.tensor_split(heads)[inner]
         if self.layout == "contiguous":
             own = whole.tensor_split(ring)[place]
         else:
@@ -73,6 +89,7 @@ def call(case: Case, group: Any, query: Tensor, key: Tensor, value: Tensor, **op
         options["group"] = group
     if case.way != "ulysses":
         options.setdefault("layout", case.layout)
+        options.setdefault("cu_seqlens", case.documents)
     return getattr(parallel, f"{case.way}_attention")(query, key, value, **options)
 
 
@@ -142,6 +159,30 @@ def numbers_sent(group: Any, case: Case) -> list[int]:
     return sent
 
 
+def bytes_sent(group: Any, case: Case, overlapping: bool = True) -> list[int]:
+    """Forward and backward."""
+    problem, _, _ = case.problem()
+    rows = case.rows(dist.get_rank(group), problem.query.shape[2])
+    leaves = [x[:, :, rows].requires_grad_() for x in (problem.query, problem.key, problem.value)]
+    with contextlib.nullcontext() if overlapping else exchange.without_overlap():
+        with exchange.counted() as forward:
+            out = call(case, group, *leaves, mask=case.mask)
+        with exchange.counted() as backward:
+            out.sum().backward()
+    return [forward.bytes, backward.bytes]
+
+
+def benchmark(group: Any, wrong: bool = False, **arguments: Any) -> Any:
+    """``python -m benchmarks.parallel`` without its processes; ``wrong``: the ring adds something."""
+    with pytest.MonkeyPatch.context() as patch:
+        if wrong:
+            attend = parallel.ring_attention
+            patch.setattr(
+                parallel, "ring_attention", lambda *inputs, **options: attend(*inputs, **options) + 0.1
+            )
+        return parallel_benchmark.measure_all(dist.get_rank(group), **arguments)
+
+
 def shard_and_unshard(group: Any, shape: tuple[int, ...], dim: int, layout: str, dtype: torch.dtype) -> bool:
     whole = torch.arange(torch.Size(shape).numel()).reshape(shape).to(dtype)
     own = parallel.shard(whole, group, dim, layout)
@@ -149,6 +190,18 @@ def shard_and_unshard(group: Any, shape: tuple[int, ...], dim: int, layout: str,
     return torch.equal(own, whole.index_select(dim, rows)) and torch.equal(
         parallel.unshard(own, group, dim, layout), whole
     )
+
+
+def shard_documents(group: Any, documents: list[int], layout: str) -> tuple[bool, Tensor, str]:
+    """Whether a tensor comes back, this rank's part of it, and what a part of another length is told."""
+    whole = torch.arange(2 * documents[-1]).view(2, -1)
+    own = parallel.shard(whole, group, layout=layout, cu_seqlens=torch.tensor(documents))
+    back = parallel.unshard(own, group, layout=layout, cu_seqlens=documents)
+    try:
+        parallel.unshard(own[:, 1:], group, layout=layout, cu_seqlens=documents)
+    except ValueError as error:
+        return torch.equal(back, whole), own[0], str(error)
+    return False, own, "no error"
 
 
 def unshard_lengths(group: Any, lengths: list[int], layout: str) -> Tensor | str:

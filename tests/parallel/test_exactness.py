@@ -96,6 +96,26 @@ def test_mesh(ranks, mesh, layout, option):
     check(ranks, Case(mesh[0] * mesh[1], "mesh", layout, mask, mesh=mesh, sizes=sizes))
 
 
+PACKED = (0, 3, 40, 40, 41, 61)
+
+
+@pytest.mark.parametrize("option", ["plain", "causal", "window", "dense", "all"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(2, "ring", "zigzag"),
+        Case(4, "ring", "contiguous"),
+        Case(3, "ring", "zigzag"),
+        Case(3, "allgather", "zigzag"),
+        Case(4, "mesh", "zigzag", mesh=(2, 2)),
+    ],
+    ids=lambda case: f"{case.way}-{case.layout}-{case.ranks}",
+)
+def test_packed_documents(ranks, case, option):
+    mask, sizes = OPTIONS[option]
+    check(ranks, dataclasses.replace(case, documents=PACKED, mask=mask, sizes=sizes))
+
+
 @pytest.mark.parametrize("way", ["ring", "allgather", "ulysses"])
 @pytest.mark.parametrize("alignment", ["top-left", "bottom-right"])
 @pytest.mark.parametrize(

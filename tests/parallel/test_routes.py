@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
+from itertools import chain, pairwise
 from types import SimpleNamespace
 
 import pytest
 
 from flashtile import masks
 from flashtile.parallel.heads import share_heads
-from flashtile.parallel.layouts import even_layout
+from flashtile.parallel.layouts import checked_documents, even_layout
 from flashtile.parallel.ring import Routes
 from tests.parallel.jobs import Case, numbers_sent
 
@@ -106,3 +107,52 @@ def test_zigzag_balances_causal_work():
         sum(position + 1 for chunk in own for position in range(chunk.start, chunk.end)) for own in chunks
     ]
     assert len(set(work)) == 1
+
+
+DOCUMENTS = (0, 1, 1, 17, 20, 117, 120, 121, 400)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("ranks_", [1, 2, 3, 8])
+def test_documents_are_cut_one_by_one(ranks_, layout):
+    chunks = even_layout(400, ranks_, layout, DOCUMENTS)
+    positions = [[p for chunk in own for p in range(chunk.start, chunk.end)] for own in chunks]
+    assert sorted(chain(*positions)) == list(range(400))
+    for own, places in zip(chunks, positions, strict=True):
+        assert places == sorted(places)
+        assert all(before.end < after.start for before, after in pairwise(own))
+    for start, end in pairwise(DOCUMENTS):
+        shares = [sum(start <= p < end for p in own) for own in positions]
+        assert max(shares) - min(shares) <= (1 if layout == "contiguous" else 2)
+    lengths = list(map(len, positions))
+    assert max(lengths) - min(lengths) <= (1 if layout == "contiguous" else 2)
+
+
+def test_zigzag_balances_the_causal_work_of_documents():
+    """Pairs of queries and keys that see each other, and how far the busiest rank is above the average."""
+
+    def busiest(layout: str, documents: tuple[int, ...] | None) -> float:
+        starts = {p: start for start, end in pairwise(DOCUMENTS) for p in range(start, end)}
+        work = [
+            sum(p - starts[p] + 1 for chunk in own for p in range(chunk.start, chunk.end))
+            for own in even_layout(400, 4, layout, documents)
+        ]
+        return max(work) * len(work) / sum(work)
+
+    assert busiest("zigzag", DOCUMENTS) < 1.01
+    assert busiest("contiguous", DOCUMENTS) > 1.5
+    assert busiest("zigzag", None) > 1.2
+
+
+@pytest.mark.parametrize(
+    ("cu_seqlens", "length", "said"),
+    [
+        ([0], None, "0 and the end of every document"),
+        ([1, 3], 3, "must start at 0"),
+        ([0, 3, 2], 2, "must not decrease"),
+        ([0, 3], 4, "the length of the sequence, 4, got 3"),
+    ],
+)
+def test_documents_that_are_none(cu_seqlens, length, said):
+    with pytest.raises(ValueError, match=f"cu_seqlens .*{said}"):
+        checked_documents(cu_seqlens, length)

@@ -5,7 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.parallel.jobs import Case, shard_and_unshard, sharding_gradients, unshard_lengths
+from tests.parallel.jobs import (
+    Case,
+    shard_and_unshard,
+    shard_documents,
+    sharding_gradients,
+    unshard_lengths,
+)
 
 TYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool)
 
@@ -37,3 +43,17 @@ def test_gradients(ranks, layout):
     for rank, (_, part) in enumerate(results):
         rows = Case(3, layout=layout).rows(rank, 7)
         assert part.tolist() == [(weights[rows] * (1 + 2 + 3)).tolist()]
+
+
+def test_documents_one_by_one(ranks):
+    """Three documents of 5, 0 and 6 tokens on 2 ranks; what is left over goes to the ranks in turn."""
+    parts = {
+        "contiguous": [[0, 1, 2, 5, 6, 7], [3, 4, 8, 9, 10]],
+        "zigzag": [[0, 1, 4, 5, 10], [2, 3, 6, 7, 8, 9]],
+    }
+    for layout, expected in parts.items():
+        found = ranks.run(shard_documents, 2, documents=[0, 5, 5, 11], layout=layout)
+        assert all(back for back, _, _ in found)
+        assert [own.tolist() for _, own, _ in found] == expected
+        for _, _, error in found:
+            assert "cu_seqlens must end with the length of the sequence, 9, got 11" in error

@@ -7,7 +7,7 @@ import torch
 import flashtile
 import flashtile.parallel
 from tests.conftest import DTYPES
-from tests.parallel import jobs  # noqa: F401
+from tests.parallel import jobs, models  # noqa: F401
 
 torch.set_num_threads(1)
 for dtype in DTYPES:

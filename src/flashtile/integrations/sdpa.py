@@ -23,7 +23,7 @@ from torch.nn.attention import SDPBackend
 from flashtile import dispatch
 from flashtile.arguments import inputs_agree
 from flashtile.attention import attention
-from flashtile.integrations import sdpa_cuda
+from flashtile.integrations import active, sdpa_cuda
 from flashtile.masks import Mask, causal
 from flashtile.problem import AttentionProblem, Gradients, compute_dtype, default_scale
 
@@ -149,6 +149,10 @@ def _scaled_dot_product_attention(
     enable_gqa: bool = False,
 ) -> Tensor:
     """The kernel of ``aten::scaled_dot_product_attention``; what it does not serve goes on as usual."""
+    if (context := active.current()) is not None:
+        refusal = _refused_in_parts(query, key, value, attn_mask, enable_gqa)
+        seen = causal() if is_causal else None
+        return context.attend(query, key, value, refusal, mask=seen, scale=scale, dropout_p=dropout_p)
     if not _servable(query, key, value, attn_mask, is_causal, enable_gqa):
         return _SDPA.decompose(  # type: ignore[no-any-return]
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
@@ -165,6 +169,25 @@ def _scaled_dot_product_attention(
         query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
     )
     return out if choice == SDPBackend.FLASH_ATTENTION.value else out.contiguous()
+
+
+def _refused_in_parts(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, enable_gqa: bool
+) -> Exception | None:
+    """Why a call is none of one sequence on all ranks of ``context_parallel``."""
+    tensors = (query, key, value)
+    if attn_mask is not None or any(type(tensor) is not Tensor for tensor in tensors):
+        return ValueError(
+            "context_parallel serves scaled_dot_product_attention of plain tensors without attn_mask"
+        )
+    if query.dim() != 4 or query.shape[-2] != key.shape[-2]:
+        return ValueError(
+            "context_parallel serves scaled_dot_product_attention of 4-D tensors with as many keys as "
+            f"queries, got shapes {tuple(query.shape)} and {tuple(key.shape)}"
+        )
+    if query.shape[1] != key.shape[1] and not enable_gqa:
+        return ValueError(f"{query.shape[1]} query heads on {key.shape[1]} key heads need enable_gqa=True")
+    return None
 
 
 def _servable(

@@ -13,16 +13,20 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from flashtile import masks
 from flashtile.attention import attention
+from flashtile.integrations import active
 from flashtile.integrations.interval_mask import IntervalMask, mask_and_bias
 from flashtile.masks import Mask
-from flashtile.masks.arguments import values_known
+from flashtile.masks.arguments import shown_value, values_known
+
+if TYPE_CHECKING:
+    from flashtile.parallel.context import ContextParallel
 
 NAME = "flashtile"
 OLDEST = (5, 6)  # the oldest that is tested; the first of 5 gave their mask functions other arguments
@@ -34,6 +38,7 @@ _HARMLESS = frozenset(
         *("input_ids", "inputs_embeds", "decoder_input_ids", "decoder_inputs_embeds", "decoder_position_ids"),
         *("encoder_hidden_states", "encoder_outputs", "output_hidden_states", "output_router_logits"),
         *("return_dict", "num_items_in_batch", "max_length_q", "max_length_k", "max_seqlen", "seq_idx"),
+        "shift_labels",
         *("grid_thw", "deterministic"),
     ]
 )
@@ -124,7 +129,8 @@ def attention_forward(
         cu_seq_lens_q, cu_seq_lens_k: where the packed sequences of a batch of one row begin, and its length.
 
     Returns:
-        The output, contiguous (B, Sq, Hq, Dv), and None in the place of the attention weights.
+        The output, contiguous (B, Sq, Hq, Dv), and None in the place of the attention weights. In a block of
+        ``flashtile.parallel.context_parallel`` all tensors are this rank's part of a sequence.
 
     Raises:
         ValueError, TypeError: an argument that does not fit, that asks for the attention weights, or that is
@@ -141,7 +147,18 @@ def attention_forward(
             f"{type(module).__name__} passes {', '.join(unknown)} to the attention, which flashtile does not "
             'know and which may change the result: use attn_implementation="eager" or "sdpa"'
         )
-    mask, bias = _mask_and_bias(module, query, key, attention_mask, is_causal, sliding_window)
+    options: dict[str, Any] = {
+        "scale": scaling,
+        "softcap": softcap,
+        "sinks": None if s_aux is None else s_aux.reshape(-1),
+        "dropout_p": dropout,
+    }
+    if (context := active.current()) is not None:
+        matrix = position_bias is not None or cu_seq_lens_q is not None or cu_seq_lens_k is not None
+        positions = kwargs.get("position_ids")
+        masking = _Masking(module, attention_mask, is_causal, sliding_window, positions, matrix)
+        return _output(_attend_in_parts(context, query, key, value, masking, options)), None
+    mask, bias = _mask_and_bias(module, query.shape[2] == 1, attention_mask, is_causal, sliding_window)
     if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
         packed = _packed(query, key, cu_seq_lens_q, cu_seq_lens_k)
         mask = packed if mask is None else packed & mask
@@ -154,32 +171,86 @@ def attention_forward(
     if bias is not None and bias.dtype != dtype:
         wide = torch.promote_types(dtype, bias.dtype)
         query, key, value, bias = (tensor.to(wide) for tensor in (query, key, value, bias))
-    out = attention(
-        query,
-        key,
-        value,
-        mask=mask,
-        bias=bias,
-        scale=scaling,
-        softcap=softcap,
-        sinks=None if s_aux is None else s_aux.reshape(-1),
-        dropout_p=dropout,
-    )
-    if bias is not None:
-        out = out.to(dtype)
-    return out.transpose(1, 2).contiguous(), None
+    out = attention(query, key, value, mask=mask, bias=bias, **options)
+    return _output(out if bias is None else out.to(dtype)), None
+
+
+def _output(out: Tensor) -> Tensor:
+    return out.transpose(1, 2).contiguous()
+
+
+class _Masking(NamedTuple):
+    """What a call says of its mask; ``other``: a bias, or lengths of packed sequences."""
+
+    module: nn.Module
+    attention_mask: Tensor | None
+    is_causal: bool | None
+    sliding_window: int | None
+    position_ids: Tensor | None
+    other: bool
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _attend_in_parts(
+    context: ContextParallel,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    masking: _Masking,
+    options: dict[str, Any],
+) -> Tensor:
+    """On all ranks of ``context_parallel``; what one of them refuses is an error of all."""
+    mask, refusal = None, None
+    try:
+        _check_part(context, query, key, masking)
+        mask, _ = _mask_and_bias(
+            masking.module, False, masking.attention_mask, masking.is_causal, masking.sliding_window
+        )
+    except (TypeError, ValueError) as error:
+        refusal = error
+    return context.attend(query, key, value, refusal, mask=mask, **options)
+
+
+def _check_part(context: ContextParallel, query: Tensor, key: Tensor, masking: _Masking) -> None:
+    """Refuses what is no part of one sequence on all ranks, or a mask that is not known for all of it."""
+    mask, position_ids = masking.attention_mask, masking.position_ids
+    if masking.other:
+        raise ValueError(
+            "context_parallel supports no position_bias, and takes packed documents as cu_seqlens of its "
+            "own, not as cu_seq_lens_q of the model"
+        )
+    if query.shape[2] != key.shape[2]:
+        raise ValueError(
+            "context_parallel needs the keys of the queries' own part: no cache (generation; "
+            "use_cache=False) and no cross-attention, got "
+            f"{query.shape[2]} queries and {key.shape[2]} keys"
+        )
+    if mask is None:
+        return
+    if not isinstance(mask, IntervalMask) or mask.elements is not None:
+        raise ValueError(
+            "context_parallel does not support masks that are matrices, nor models that change their mask, "
+            "which makes it one"
+        )
+    if position_ids is None or position_ids.dim() != 2:  # of several axes: what they mean is the model's
+        return
+    expected = context.positions(mask.shape[2]).to(query.device)
+    if position_ids.shape[1] != len(expected) or not bool((position_ids == expected).all()):
+        raise ValueError(
+            "position_ids must be those of this rank's part of the whole sequence (context.shard_batch gives "
+            f"them): {shown_value(expected)}, got {shown_value(position_ids)}"
+        )
 
 
 def _mask_and_bias(
     module: nn.Module,
-    query: Tensor,
-    key: Tensor,
+    decoding: bool,
     attention_mask: object,
     is_causal: bool | None,
     sliding_window: int | None,
 ) -> tuple[Mask | None, Tensor | None]:
     if attention_mask is None:
-        return _mask_of_none(module, query.shape[2], key.shape[2], is_causal, sliding_window), None
+        return _mask_of_none(module, decoding, is_causal, sliding_window), None
     if isinstance(attention_mask, IntervalMask):
         return mask_and_bias(attention_mask)
     if not isinstance(attention_mask, Tensor):
@@ -197,13 +268,13 @@ def _mask_and_bias(
 
 
 def _mask_of_none(
-    module: nn.Module, queries: int, keys: int, is_causal: bool | None, sliding_window: int | None
+    module: nn.Module, decoding: bool, is_causal: bool | None, sliding_window: int | None
 ) -> Mask | None:
     """What is visible where no mask says it."""
     if is_causal is None:
         is_causal = getattr(module, "is_causal", None)
-    if queries == 1:
-        is_causal = False  # a step of decoding: it sees all that came before
+    if decoding:
+        is_causal = False  # a single query: it sees all that came before
     elif is_causal is None:
         raise ValueError(
             f"{type(module).__name__} gives neither an attention_mask nor is_causal, nor has it an attribute "
@@ -217,7 +288,7 @@ def _mask_of_none(
     if left is None and right is None:
         return None
     # A cache of fixed length is longer than the queries that begin to fill it.
-    return masks.window(left, right, alignment="bottom-right" if queries == 1 else "top-left")
+    return masks.window(left, right, alignment="bottom-right" if decoding else "top-left")
 
 
 def _packed(query: Tensor, key: Tensor, starts: Tensor | None, key_starts: Tensor | None) -> Mask:

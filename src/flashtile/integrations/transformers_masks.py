@@ -7,13 +7,14 @@ and becomes intervals if every row is one run of keys; if one is not, the mask i
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from transformers import masking_utils
 from transformers.utils.import_utils import is_tracing
 
+from flashtile.integrations import active
 from flashtile.integrations.interval_mask import IntervalMask, rows_of
 from flashtile.integrations.transformers_rules import (
     BIDIRECTIONAL,
@@ -21,10 +22,16 @@ from flashtile.integrations.transformers_rules import (
     MaskFunction,
     Sizes,
     UnknownMaskError,
+    conjuncts,
     dense,
     intervals_of,
+    is_about_positions,
+    left_padding_of,
 )
 from flashtile.masks import Intervals
+
+if TYPE_CHECKING:
+    from flashtile.parallel.context import ContextParallel
 
 _PROBED = 2**20  # elements of a mask function that are evaluated at once
 
@@ -54,8 +61,13 @@ def interval_mask(
         An IntervalMask (batch, 1, q_length, kv_length) of ``dtype``, or in a graph of plain tensors what it
         stands for. Never None, though Transformers would allow it for many a mask: a model may drop queries
         on the way to its attention, which then could not tell where the others stand, and a module need
-        not say whether it is causal.
+        not say whether it is causal. In a block of ``flashtile.parallel.context_parallel`` the lengths are
+        those of this rank's part, and the mask is that of the whole sequence.
     """
+    if (context := active.current()) is not None:
+        sizes = Sizes(batch_size, q_length, kv_length, q_offset, kv_offset, torch.device(device))
+        whole: Tensor = _mask_of_whole(context, sizes, mask_function, attention_mask, dtype)
+        return whole
     tracing = is_tracing() or (attention_mask is not None and is_tracing(attention_mask))
     if tracing and not torch.compiler.is_compiling():  # a graph of plain tensors
         return masking_utils.eager_mask(  # type: ignore[no-any-return]
@@ -83,6 +95,66 @@ def interval_mask(
         intervals = _simplified(intervals, sizes)
     shape = (batch_size, 1, q_length, kv_length)
     return IntervalMask(intervals, shape, dtype, device)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _mask_of_whole(
+    context: ContextParallel,
+    sizes: Sizes,
+    mask_function: MaskFunction,
+    attention_mask: Tensor | None,
+    dtype: torch.dtype,
+) -> IntervalMask:
+    """The mask (batch, 1, length, length) of a sequence of which this rank has a part."""
+    if sizes.queries != sizes.keys or not (sizes.q_offset == sizes.kv_offset == 0):
+        raise ValueError(
+            "context_parallel needs the keys of the queries' own part: no cache (generation; "
+            f"use_cache=False) and no cross-attention, got {sizes.queries} queries from position "
+            f"{sizes.q_offset} and {sizes.keys} keys from {sizes.kv_offset}"
+        )
+    functions, packings = conjuncts(mask_function)
+    if not all(map(is_about_positions, functions)):
+        raise ValueError(
+            "context_parallel does not know this model's mask, which depends on more than positions"
+        )
+    # Without a mask of the padding this tells the length alone.
+    there = torch.empty(sizes.batch, sizes.queries, 0) if attention_mask is None else attention_mask
+    there = context.unshard(there)
+    whole = sizes._replace(queries=there.shape[1], keys=there.shape[1])
+    refusal = None
+    try:
+        _check_part(context, whole.queries, sizes.queries, packings)
+        for left_padding in map(left_padding_of, functions):
+            if left_padding is not None and (context.cu_seqlens is not None or bool(left_padding.any())):
+                raise ValueError(
+                    "context_parallel does not support chunked attention with padding on the left or packed "
+                    "documents, where chunks do not begin at multiples of their size"
+                )
+    except ValueError as error:
+        refusal = error
+    context.agree(refusal)
+    intervals = Intervals() if attention_mask is None else _padding(there, whole, False)
+    for function in functions:
+        intervals = intervals.intersect(intervals_of(function, whole))
+    shape = (sizes.batch, 1, whole.queries, whole.keys)
+    return IntervalMask(_simplified(intervals, whole), shape, dtype, sizes.device)
+
+
+def _check_part(context: ContextParallel, length: int, own: int, packings: list[Tensor]) -> None:
+    """Whether the tokens can be this rank's, as far as their number and what packs them say."""
+    positions = context.positions(length)
+    if len(positions) != own:
+        raise ValueError(
+            f"this rank's part of {length} tokens must have the {len(positions)} that context.shard gives, "
+            f"got {own}"
+        )
+    # Transformers begins a document wherever position ids do not go on; a part has such places by itself.
+    expected = (positions.diff(prepend=positions[:1] - 1) != 1).cumsum(0)
+    if not all(one.shape[1] == own and bool((one.cpu() == expected).all()) for one in packings):
+        raise ValueError(
+            "position_ids must be those of this rank's part of the whole sequence (context.shard_batch gives "
+            "them); packed documents are told to context_parallel as cu_seqlens"
+        )
 
 
 def _structure(mask_function: MaskFunction, sizes: Sizes, use_vmap: bool, tracing: bool) -> Intervals:

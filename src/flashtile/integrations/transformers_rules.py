@@ -64,6 +64,33 @@ def _evaluate(mask_function: MaskFunction, sizes: Sizes, packing: _Packing | Non
     return rule(sizes, packing, **_arguments(mask_function))
 
 
+def conjuncts(mask_function: MaskFunction) -> tuple[list[MaskFunction], list[Tensor]]:
+    """The functions that must all hold where a mask does; and apart from them what tells documents apart, for
+    every token (B, S) the number of its document.
+    """
+    rule = _RULES.get(_code(mask_function))
+    if rule is _documents:
+        return [], [_arguments(mask_function)["packed_sequence_mask"]]
+    if rule is _within_documents:
+        return conjuncts(_arguments(mask_function)["mask_function"])
+    if rule is not _and:
+        return [mask_function], []
+    found = [conjuncts(one) for one in _arguments(mask_function)["mask_functions"]]
+    return [one for some, _ in found for one in some], [one for _, some in found for one in some]
+
+
+def is_about_positions(mask_function: MaskFunction) -> bool:
+    """Whether what is visible depends on positions only, and is known in closed form."""
+    rules = (_window, _window_of_both_sides, _chunk)
+    return mask_function in (CAUSAL, BIDIRECTIONAL) or _RULES.get(_code(mask_function)) in rules
+
+
+def left_padding_of(mask_function: MaskFunction) -> Tensor | None:
+    """(B,) where the chunks begin, of a function that is about chunks."""
+    chunked = _RULES.get(_code(mask_function)) is _chunk
+    return _arguments(mask_function)["left_padding"] if chunked else None
+
+
 def _arguments(closure: MaskFunction) -> dict[str, Any]:
     """What the factory was called with, by the factory's own names."""
     cells = closure.__closure__ or ()

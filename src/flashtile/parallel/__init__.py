@@ -6,6 +6,16 @@ from flashtile.parallel.attention import (
     ring_attention,
     ulysses_attention,
 )
+from flashtile.parallel.context import ContextParallel, context_parallel
 from flashtile.parallel.sharding import shard, unshard
 
-__all__ = ["allgather_attention", "mesh_attention", "ring_attention", "shard", "ulysses_attention", "unshard"]
+__all__ = [
+    "ContextParallel",
+    "allgather_attention",
+    "context_parallel",
+    "mesh_attention",
+    "ring_attention",
+    "shard",
+    "ulysses_attention",
+    "unshard",
+]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Collection
+import zlib
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from flashtile.parallel.exchange import Group, named
 from flashtile.problem import SUPPORTED_DTYPES
@@ -15,12 +17,25 @@ from flashtile.problem import SUPPORTED_DTYPES
 DTYPES = (*SUPPORTED_DTYPES, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
 ABSENT = -(2**63)  # no number: as a float, the bits of -0.0
 RECORDED = ("query", "key", "value", "slopes or sinks")
+REFUSALS = (TypeError, ValueError, NotImplementedError)
 _Facts = TypeVar("_Facts", bound=NamedTuple)
 
 
 def float_code(number: float | None) -> int:
     """A number as the integer that has its bits."""
     return ABSENT if number is None else int(struct.unpack("q", struct.pack("d", float(number)))[0])
+
+
+def text_code(text: str | None) -> int:
+    """A number for a text: two that differ have two but for a chance of 2**-32."""
+    return ABSENT if text is None else zlib.crc32(text.encode())
+
+
+def documents_code(cu_seqlens: Tensor | Sequence[int] | None) -> int:
+    """A number for cumulative lengths, whatever they hold."""
+    if isinstance(cu_seqlens, Tensor | Sequence):
+        cu_seqlens = cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else list(cu_seqlens)
+    return text_code(None if cu_seqlens is None else repr(cu_seqlens))
 
 
 def _float_of(code: int) -> float | None:
@@ -69,6 +84,19 @@ def agree(
         if name not in may_differ:
             _check_same(operation, name, [getattr(one, name) for one in everyone])
     return everyone
+
+
+def agree_everywhere(
+    operation: str, groups: Sequence[Group], facts: _Facts, refusal: Exception | None
+) -> None:
+    """``agree`` in all groups of a grid: who learns of a refusal in the first passes it on to the second."""
+    for group in groups:
+        try:
+            agree(operation, group, facts, refusal)
+        except REFUSALS as error:
+            refusal = error
+    if refusal is not None:
+        raise refusal
 
 
 def _check_same(operation: str, name: str, codes: list[int]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal, overload
 
 from torch import Tensor
@@ -24,6 +25,7 @@ def ring_attention(
     *,
     group: Group | None = ...,
     layout: Layout = ...,
+    cu_seqlens: Tensor | Sequence[int] | None = ...,
     return_lse: Literal[False] = ...,
     **options: Unpack[Options],
 ) -> Tensor: ...
@@ -35,6 +37,7 @@ def ring_attention(
     *,
     group: Group | None = ...,
     layout: Layout = ...,
+    cu_seqlens: Tensor | Sequence[int] | None = ...,
     return_lse: Literal[True],
     **options: Unpack[Options],
 ) -> tuple[Tensor, Tensor]: ...
@@ -45,6 +48,7 @@ def ring_attention(
     *,
     group: Group | None = None,
     layout: Layout = "contiguous",
+    cu_seqlens: Tensor | Sequence[int] | None = None,
     return_lse: bool = False,
     **options: Unpack[Options],
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -68,6 +72,11 @@ def ring_attention(
         group: the ranks, by default all. Their order is that of the sequence.
         layout: how the sequence lies on them. Contiguous parts may have any lengths, 0 too; zigzag ones those
             that ``shard`` gives.
+        cu_seqlens: (documents + 1,) where packed documents begin, and the length of all at the end. The parts
+            are those that ``shard`` gives with the same ``cu_seqlens``: each document is cut for itself. A
+            query sees keys of its own document only; positions of ``mask`` and ``alibi_slopes`` count in the
+            whole, where those of a document are consecutive, so that causal, windows and distances are those
+            within it. Each document is computed for itself: many short ones take long.
         return_lse: also return the LSE.
         options: see ``Options``.
 
@@ -84,7 +93,7 @@ def ring_attention(
         RuntimeError: a rank failed or did not answer within the group's timeout; says in which step.
     """
     grid = Grid(ring=checked_group(group))
-    out, lse = attend("ring_attention", grid, layout, query, key, value, options)
+    out, lse = attend("ring_attention", grid, layout, query, key, value, options, cu_seqlens=cu_seqlens)
     return (out, lse) if return_lse else out
 
 
@@ -96,6 +105,7 @@ def allgather_attention(
     *,
     group: Group | None = ...,
     layout: Layout = ...,
+    cu_seqlens: Tensor | Sequence[int] | None = ...,
     return_lse: Literal[False] = ...,
     **options: Unpack[Options],
 ) -> Tensor: ...
@@ -107,6 +117,7 @@ def allgather_attention(
     *,
     group: Group | None = ...,
     layout: Layout = ...,
+    cu_seqlens: Tensor | Sequence[int] | None = ...,
     return_lse: Literal[True],
     **options: Unpack[Options],
 ) -> tuple[Tensor, Tensor]: ...
@@ -117,6 +128,7 @@ def allgather_attention(
     *,
     group: Group | None = None,
     layout: Layout = "contiguous",
+    cu_seqlens: Tensor | Sequence[int] | None = None,
     return_lse: bool = False,
     **options: Unpack[Options],
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -127,7 +139,9 @@ def allgather_attention(
     results and errors are those of ``ring_attention``.
     """
     grid = Grid(ring=checked_group(group))
-    out, lse = attend("allgather_attention", grid, layout, query, key, value, options, gathering=True)
+    out, lse = attend(
+        "allgather_attention", grid, layout, query, key, value, options, gathering=True, cu_seqlens=cu_seqlens
+    )
     return (out, lse) if return_lse else out
 
 
@@ -164,7 +178,8 @@ def ulysses_attention(
 
     An all-to-all hands every rank the whole sequence for its share of the heads, and another one brings the
     output back. Key heads go whole to a rank where there is one for each rank; else ranks share a key head,
-    which is copied to each, and its gradients are added up. More ranks than query heads leave some idle.
+    which is copied to each, and its gradients are added up. More ranks than query heads leave some idle. The
+    work of packed documents is balanced anyway: they go as ``mask=masks.documents(ids)``.
     Arguments, results and errors are those of ``ring_attention``; parts are contiguous, of any lengths.
     """
     grid = Grid(heads=checked_group(group))
@@ -180,6 +195,7 @@ def mesh_attention(
     *,
     mesh: DeviceMesh,
     layout: Layout = ...,
+    cu_seqlens: Tensor | Sequence[int] | None = ...,
     return_lse: Literal[False] = ...,
     **options: Unpack[Options],
 ) -> Tensor: ...
@@ -191,6 +207,7 @@ def mesh_attention(
     *,
     mesh: DeviceMesh,
     layout: Layout = ...,
+    cu_seqlens: Tensor | Sequence[int] | None = ...,
     return_lse: Literal[True],
     **options: Unpack[Options],
 ) -> tuple[Tensor, Tensor]: ...
@@ -201,6 +218,7 @@ def mesh_attention(
     *,
     mesh: DeviceMesh,
     layout: Layout = "contiguous",
+    cu_seqlens: Tensor | Sequence[int] | None = None,
     return_lse: bool = False,
     **options: Unpack[Options],
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -214,5 +232,7 @@ def mesh_attention(
     """
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"mesh must be a torch.distributed DeviceMesh, got {type(mesh).__name__}")
-    out, lse = attend("mesh_attention", grid_of(mesh), layout, query, key, value, options)
+    out, lse = attend(
+        "mesh_attention", grid_of(mesh), layout, query, key, value, options, cu_seqlens=cu_seqlens
+    )
     return (out, lse) if return_lse else out

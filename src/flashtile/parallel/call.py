@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import zlib
+from collections.abc import Sequence
 from typing import NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
 
-from flashtile import dispatch
+from flashtile import dispatch, masks
 from flashtile.arguments import (
     Sizes,
     checked_inputs,
@@ -19,11 +19,19 @@ from flashtile.arguments import (
 )
 from flashtile.masks import Intervals, Mask
 from flashtile.masks.lengths import Uniform
-from flashtile.parallel.agreement import ABSENT, agree, float_code
+from flashtile.parallel.agreement import (
+    ABSENT,
+    REFUSALS,
+    agree,
+    agree_everywhere,
+    documents_code,
+    float_code,
+    text_code,
+)
 from flashtile.parallel.exchange import Group
 from flashtile.parallel.grid import Grid, rank_in, size_of
 from flashtile.parallel.heads import Swap, share_heads, to_heads, to_positions
-from flashtile.parallel.layouts import Chunk, Layout, checked_layout, layout_of
+from flashtile.parallel.layouts import Chunk, Layout, checked_documents, checked_layout, layout_of
 from flashtile.parallel.parts import Whole
 from flashtile.parallel.ring import around_the_ring
 from flashtile.parallel.sharding import gather_chunks
@@ -67,6 +75,7 @@ class _Facts(NamedTuple):
     scale: int = 0
     softcap: int = 0
     dropout_p: int = 0
+    cu_seqlens: int = 0
     mask: int = 0
     alibi_slopes: int = 0
     sinks: int = 0
@@ -84,7 +93,6 @@ class _MaskFacts(NamedTuple):
 
 
 _MAY_DIFFER = {"query_length", "key_length", "drawn"}
-_REFUSALS = (TypeError, ValueError, NotImplementedError)
 
 
 class _Call(NamedTuple):
@@ -103,7 +111,13 @@ class _Call(NamedTuple):
 
 
 def _checked(
-    operation: str, query: Tensor, key: Tensor, value: Tensor, layout: Layout, options: Options
+    operation: str,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layout: Layout,
+    documents: Tensor | Sequence[int] | None,
+    options: Options,
 ) -> _Call:
     unknown = sorted(set(options) - set(Options.__annotations__))
     if unknown:
@@ -136,7 +150,8 @@ def _checked(
         batch, heads, key.shape[1], head_dim, value.shape[3],
         dtype=SUPPORTED_DTYPES.index(query.dtype), layout=int(layout == "zigzag"),
         scale=float_code(scale), softcap=float_code(softcap), dropout_p=float_code(dropout_p),
-        mask=_mask_code(mask), alibi_slopes=int(slopes is not None), sinks=int(sinks is not None),
+        cu_seqlens=documents_code(documents), mask=_mask_code(mask),
+        alibi_slopes=int(slopes is not None), sinks=int(sinks is not None),
         requires_grad=sum(flag << bit for bit, flag in enumerate(recorded)),
         seed=number if given else 0, seed_given=int(given), drawn=0 if given else number,
         query_length=query_length, key_length=key.shape[2],
@@ -148,7 +163,7 @@ def _mask_code(mask: Mask | Tensor | None) -> int:
     """A number for what a mask says of itself: its kind, its parameters, the shapes of its tensors."""
     if mask is None:
         return ABSENT
-    return zlib.crc32((shape_of(mask) if isinstance(mask, Tensor) else repr(mask)).encode())
+    return text_code(shape_of(mask) if isinstance(mask, Tensor) else repr(mask))
 
 
 class _Lengths(NamedTuple):
@@ -169,7 +184,7 @@ def _compare(
     for group in grid.groups:
         try:
             everyone = agree(operation, group, facts, refusal, _MAY_DIFFER)
-        except _REFUSALS as error:
+        except REFUSALS as error:
             refusal = error
             continue
         found = _Lengths([one.query_length for one in everyone], [one.key_length for one in everyone])
@@ -182,8 +197,15 @@ def _compare(
     return facts, lengths
 
 
-def _intervals(operation: str, grid: Grid, call: _Call, facts: _Facts) -> Intervals:
+def _intervals(
+    operation: str, grid: Grid, call: _Call, facts: _Facts, documents: tuple[int, ...] | None
+) -> Intervals:
     """The mask of the whole sequence, which must be the same on every rank."""
+    if documents is not None:
+        starts = torch.tensor(documents)
+        bounds = [starts[:-1], starts[1:]]
+        apart = masks.key_range(*(bound.repeat_interleave(starts.diff())[None] for bound in bounds))
+        call = call._replace(mask=apart if call.mask is None else apart & call.mask)
     if call.mask is None:
         return Intervals()
     batch, device = call.query.shape[0], call.query.device
@@ -192,17 +214,11 @@ def _intervals(operation: str, grid: Grid, call: _Call, facts: _Facts) -> Interv
     try:
         lengths = Uniform(batch, facts.query_length, facts.key_length, device)
         intervals = checked_intervals(call.mask, call.query, sizes, lengths)
-    except _REFUSALS as error:
+    except REFUSALS as error:
         refusal = error
     if refusal is not None or intervals.first is not None:
-        told: _Facts | _MaskFacts = _MaskFacts(_digest(intervals.first), _digest(intervals.last))
-        for group in grid.groups:
-            try:
-                agree(operation, group, told, refusal)
-            except _REFUSALS as error:
-                refusal = error
-    if refusal is not None:
-        raise refusal
+        told = _MaskFacts(_digest(intervals.first), _digest(intervals.last))
+        agree_everywhere(operation, grid.groups, told, refusal)
     return intervals
 
 
@@ -224,18 +240,35 @@ def attend(
     options: Options,
     *,
     gathering: bool = False,
+    cu_seqlens: Tensor | Sequence[int] | None = None,
+    refusal: Exception | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """``(out, lse)`` of this rank's queries. ``gathering``: keys are gathered instead of sent around."""
-    call, refusal = None, None
+    """``(out, lse)`` of this rank's queries.
+
+    Args:
+        gathering: keys are gathered instead of sent around.
+        cu_seqlens: packed documents that are cut for the ring one by one, and see only themselves.
+        refusal: why the caller refuses its arguments on this rank; it is raised when the others know.
+    """
+    call = None
     try:
-        call = _checked(operation, query, key, value, layout, options)
-    except _REFUSALS as error:
-        refusal = error
+        call = _checked(operation, query, key, value, layout, cu_seqlens, options)
+    except REFUSALS as error:
+        refusal = error if refusal is None else refusal
     facts, lengths = _compare(operation, grid, _Facts() if call is None else call.facts, refusal)
     assert call is not None
-    intervals = _intervals(operation, grid, call, facts)
+    documents = checked_documents(cu_seqlens, facts.query_length)
+    if documents is not None and facts.key_length != facts.query_length:
+        raise ValueError(
+            f"{operation}: cu_seqlens needs as many keys as queries, got {facts.query_length} queries and "
+            f"{facts.key_length} keys in all"
+        )
+    intervals = _intervals(operation, grid, call, facts, documents)
     ring = _Lengths([facts.query_length], [facts.key_length]) if grid.ring is None else lengths[grid.ring]
-    queries, keys = layout_of(ring.queries, layout, "query"), layout_of(ring.keys, layout, "key")
+    queries, keys = (
+        layout_of(lengths, layout, name, documents)
+        for lengths, name in zip(ring, ("query", "key"), strict=True)
+    )
     heads, swap, group = Chunk(0, facts.heads), None, grid.ring
     if grid.heads is not None:
         call, intervals, heads, swap = _take_heads(

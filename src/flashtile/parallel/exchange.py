@@ -13,6 +13,46 @@ from torch import Tensor
 Group = dist.ProcessGroup
 
 
+class Sent:
+    """What this rank has sent to others of keys, values, queries, outputs and gradients."""
+
+    bytes = 0
+
+    def add(self, tensor: Tensor, times: int = 1) -> None:
+        self.bytes += times * tensor.numel() * tensor.element_size()
+
+
+_counting: list[Sent] = []
+_overlapping = True
+
+
+@contextlib.contextmanager
+def counted() -> Iterator[Sent]:
+    """Counts what this rank sends inside the block, in every thread; for benchmarks and their model."""
+    sent = Sent()
+    _counting.append(sent)
+    try:
+        yield sent
+    finally:
+        _counting.remove(sent)
+
+
+@contextlib.contextmanager
+def without_overlap() -> Iterator[None]:
+    """Inside the block a rank waits for what it sends and receives before it computes on: for benchmarks."""
+    global _overlapping
+    before, _overlapping = _overlapping, False
+    try:
+        yield
+    finally:
+        _overlapping = before
+
+
+def _count(tensor: Tensor, times: int = 1) -> None:
+    for sent in _counting:
+        sent.add(tensor, times)
+
+
 @contextlib.contextmanager
 def named(step: str) -> Iterator[None]:
     """Failures of the transport (a rank that died, a timeout) say which step they interrupted."""
@@ -32,6 +72,7 @@ class Batch:
         self._works: list[dist.Work] = []
 
     def send(self, tensor: Tensor, to: int) -> None:
+        _count(tensor)
         self._add(dist.isend, tensor, to, "sending to")
 
     def receive(self, tensor: Tensor, source: int) -> None:
@@ -47,6 +88,8 @@ class Batch:
         if self._messages:
             with named(f"{self._step} ({', '.join(self._said)})"):
                 self._works = dist.batch_isend_irecv(self._messages)
+        if not _overlapping:
+            self.wait()
 
     def wait(self) -> None:
         with named(f"{self._step} ({', '.join(self._said)})"):
@@ -68,6 +111,8 @@ def exchange(
     pieces = [torch.cat([tensor.reshape(-1) for tensor in tensors]) for tensors in outgoing]
     sizes = [[torch.Size(shape).numel() for shape in some] for some in shapes]
     received = pieces[0].new_empty(sum(map(sum, sizes)))
+    for rank, piece in enumerate(pieces):
+        _count(piece, int(rank != dist.get_rank(group)))
     with named(step):
         dist.all_to_all_single(
             received,
@@ -86,6 +131,7 @@ def gather(group: Group, tensor: Tensor, lengths: Sequence[int], step: str) -> l
     padded[: len(tensor)] = tensor
     received = [torch.empty_like(padded) for _ in lengths]
     if padded.numel():  # gloo cannot gather nothing
+        _count(padded, len(lengths) - 1)
         with named(step):
             dist.all_gather(received, padded, group)
     return [one[:length] for one, length in zip(received, lengths, strict=True)]

@@ -6,10 +6,13 @@ moves by the difference of the positions. Pairs of chunks of which no query sees
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator
 from functools import cached_property
+from itertools import islice
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -54,11 +57,17 @@ class Whole:
         """The pairs of chunks of two ranks of which some query may see some key."""
         keys = self.keys[key_rank]
         key_places = consecutive([chunk.length for chunk in keys])
+        ends = [chunk.end for chunk in keys]
         for index, row_chunk in enumerate(consecutive([chunk.length for chunk in self.queries[query_rank]])):
             low, high = self._extents[query_rank][index]
-            for chunk, place in zip(keys, key_places, strict=True):
+            for number in range(bisect_right(ends, low), len(keys)):
+                chunk = keys[number]
+                if chunk.start >= high:
+                    break
                 if max(low, chunk.start) < min(high, chunk.end):
-                    yield Pair(self.queries[query_rank][index], chunk, row_chunk.span, place.span)
+                    yield Pair(
+                        self.queries[query_rank][index], chunk, row_chunk.span, key_places[number].span
+                    )
 
     def needs(self, query_rank: int, key_rank: int) -> bool:
         """Whether some query of one rank may see some key of another."""
@@ -83,7 +92,7 @@ class Whole:
             for own, begins, ends in zip(self.queries, low, high, strict=True)
         ]
 
-    def _extents_by_row(self, first: Tensor, last: Tensor) -> tuple[list[list[int]], list[list[int]]]:
+    def _extents_by_row(self, first: Tensor, last: Tensor) -> list[list[list[int]]]:
         """The lowest and the highest key that the rows of every chunk see, band and intervals together."""
         lower, upper, *_ = self.intervals
         rows = torch.arange(self._query_length, dtype=torch.int64, device=first.device)
@@ -94,14 +103,11 @@ class Whole:
             end = torch.minimum(end, rows + upper + 1)
         nothing = begin >= end
         begin, end = begin.masked_fill(nothing, self._key_length), end.masked_fill(nothing, 0)
-        lows, highs = (
-            [
-                [int(reduce(bounds[:, chunk.span])) if chunk.length and len(bounds) else 0 for chunk in own]
-                for own in self.queries
-            ]
-            for bounds, reduce in ((begin, torch.amin), (end, torch.amax))
-        )
-        return lows, highs
+        chunks = [chunk for own in self.queries for chunk in own]
+        lows = _of_chunks(np.minimum, begin.amin(0) if len(begin) else begin.new_zeros(len(rows)), chunks)
+        highs = _of_chunks(np.maximum, end.amax(0) if len(end) else end.new_zeros(len(rows)), chunks)
+        sizes = [len(own) for own in self.queries]
+        return [[list(islice(bounds, size)) for size in sizes] for bounds in (iter(lows), iter(highs))]
 
     def problem(
         self, pair: Pair, query: Tensor, key: Tensor, value: Tensor, slopes: Tensor | None
@@ -126,6 +132,14 @@ class Whole:
         return AttentionProblem(
             query, key[:, :, :0], value[:, :, :0], self._scale, self._softcap, sinks=sinks, part=part
         )
+
+
+def _of_chunks(reduce: np.ufunc, bounds: Tensor, chunks: list[Chunk]) -> list[int]:
+    """The least or the largest bound of the rows of every chunk; anything for an empty one."""
+    padded = np.append(bounds.cpu().numpy(), 0)  # so that an index may be the number of rows
+    limits = np.array([(chunk.start, chunk.end) for chunk in chunks]).reshape(-1)
+    found: list[int] = reduce.reduceat(padded, limits)[::2].tolist()
+    return found
 
 
 def _seen_from(bound: Tensor | None, pair: Pair) -> Tensor | None:

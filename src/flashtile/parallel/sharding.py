@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -10,15 +11,28 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
 from flashtile.arguments import check_tensor
-from flashtile.parallel.agreement import DTYPES, agree
+from flashtile.parallel.agreement import DTYPES, agree, documents_code
 from flashtile.parallel.exchange import Group, exchange, gather
-from flashtile.parallel.grid import grid_of, rank_in, size_of
-from flashtile.parallel.layouts import Chunk, Layout, checked_layout, even_layout, layout_of
+from flashtile.parallel.grid import Grid, grid_of, rank_in, size_of
+from flashtile.parallel.layouts import (
+    Chunk,
+    Layout,
+    checked_documents,
+    checked_layout,
+    even_chunks,
+    even_layout,
+    layout_of,
+)
 from flashtile.problem import compute_dtype
 
 
 def shard(
-    tensor: Tensor, group: Group | DeviceMesh | None = None, dim: int = 1, layout: Layout = "contiguous"
+    tensor: Tensor,
+    group: Group | DeviceMesh | None = None,
+    dim: int = 1,
+    layout: Layout = "contiguous",
+    *,
+    cu_seqlens: Tensor | Sequence[int] | None = None,
 ) -> Tensor:
     """This rank's part of a tensor that is whole on every rank: tokens, labels, position ids, hidden states.
 
@@ -29,41 +43,71 @@ def shard(
         layout: ``"contiguous"``: rank r has the r-th of P runs of positions; ``"zigzag"``: the runs r and
             2P - 1 - r of 2P, which balances the work of a causal mask. Lengths that P (or 2P) does not divide
             make the first runs one longer.
+        cu_seqlens: (documents + 1,) where packed documents begin, and the length of all at the end: each
+            document is cut so for itself, which balances the work of documents that see only themselves. A
+            rank's part has its runs of the first document, then those of the second, and so on.
 
     Returns:
-        A view, or a copy where there are two runs. Differentiable: the gradient of the whole tensor is that
-        of this rank's part, and 0 elsewhere.
+        A view, or a copy where there are several runs. Differentiable: the gradient of the whole tensor is
+        that of this rank's part, and 0 elsewhere.
 
     Raises:
         TypeError: not a tensor, or not a group.
-        ValueError: an unknown layout or dimension.
+        ValueError: an unknown layout or dimension, or documents of another length.
     """
-    grid, dim = grid_of(group), _checked(tensor, dim, layout)
-    for one, how in ((grid.ring, layout), (grid.heads, "contiguous")):
-        chunks = even_layout(tensor.shape[dim], size_of(one), checked_layout(how))[rank_in(one)]
-        parts = [tensor.narrow(dim, *chunk) for chunk in chunks]
+    return cut(tensor, grid_of(group), dim, layout, cu_seqlens)
+
+
+def cut(
+    tensor: Tensor, grid: Grid, dim: int, layout: Layout, cu_seqlens: Tensor | Sequence[int] | None
+) -> Tensor:
+    """``shard`` for the ranks of a grid."""
+    dim = _checked(tensor, dim, layout)
+    documents = checked_documents(cu_seqlens, tensor.shape[dim])
+    for runs in runs_of(grid, tensor.shape[dim], layout, documents):
+        parts = [tensor.narrow(dim, *run) for run in runs]
         tensor = parts[0] if len(parts) == 1 else torch.cat(parts, dim)
     return tensor
 
 
+def runs_of(
+    grid: Grid, length: int, layout: Layout, documents: tuple[int, ...] | None
+) -> Iterator[list[Chunk]]:
+    """The runs of positions that this rank's ring takes of the whole, then those that it takes of these."""
+    ring = even_layout(length, size_of(grid.ring), layout, documents)[rank_in(grid.ring)]
+    yield ring
+    yield [even_chunks(sum(run.length for run in ring), size_of(grid.heads))[rank_in(grid.heads)]]
+
+
 def unshard(
-    tensor: Tensor, group: Group | DeviceMesh | None = None, dim: int = 1, layout: Layout = "contiguous"
+    tensor: Tensor,
+    group: Group | DeviceMesh | None = None,
+    dim: int = 1,
+    layout: Layout = "contiguous",
+    *,
+    cu_seqlens: Tensor | Sequence[int] | None = None,
 ) -> Tensor:
     """The whole tensor, on every rank, of the parts that ``shard`` gives: its inverse.
 
-    Contiguous parts may have any lengths. Differentiable: what comes back to a part is the sum of the
-    gradients of all ranks, added in float32 in the order of the ranks.
+    Contiguous parts of a sequence without ``cu_seqlens`` may have any lengths. Differentiable: what comes
+    back to a part is the sum of the gradients of all ranks, added in float32 in the order of the ranks.
 
     Raises:
         TypeError: not a tensor, or not a group.
         ValueError: an unknown layout or dimension, or parts that do not fit together, on every rank.
         RuntimeError: a rank failed or did not answer within the group's timeout.
     """
-    grid, dim = grid_of(group), _checked(tensor, dim, layout)
-    for one, how in ((grid.heads, "contiguous"), (grid.ring, layout)):
-        if one is not None:
-            tensor = _whole(tensor, one, dim, checked_layout(how))
-    return tensor
+    return join(tensor, grid_of(group), dim, layout, cu_seqlens)
+
+
+def join(
+    tensor: Tensor, grid: Grid, dim: int, layout: Layout, cu_seqlens: Tensor | Sequence[int] | None
+) -> Tensor:
+    """``unshard`` for the ranks of a grid."""
+    dim = _checked(tensor, dim, layout)
+    if grid.heads is not None:
+        tensor = _whole(tensor, grid.heads, dim, "contiguous", None)
+    return tensor if grid.ring is None else _whole(tensor, grid.ring, dim, layout, cu_seqlens)
 
 
 def _checked(tensor: Tensor, dim: int, layout: object) -> int:
@@ -82,15 +126,28 @@ class _Shard(NamedTuple):
     numbers_per_position: int
     dtype: int
     recorded: int
+    zigzag: int
+    cu_seqlens: int
 
 
-def _whole(tensor: Tensor, group: Group, dim: int, layout: Layout) -> Tensor:
+def _whole(
+    tensor: Tensor, group: Group, dim: int, layout: Layout, cu_seqlens: Tensor | Sequence[int] | None
+) -> Tensor:
     length = tensor.shape[dim]
     recorded = torch.is_grad_enabled() and tensor.requires_grad
     numbers = tensor.movedim(dim, 0).shape[1:].numel()
-    facts = _Shard(tensor.dim(), length, numbers, DTYPES.index(tensor.dtype), recorded)
+    facts = _Shard(
+        tensor.dim(),
+        length,
+        numbers,
+        DTYPES.index(tensor.dtype),
+        recorded,
+        layout == "zigzag",
+        documents_code(cu_seqlens),
+    )
     everyone = agree("unshard", group, facts, None, {"length"})
-    chunks = layout_of([one.length for one in everyone], layout, "shards")
+    lengths = [one.length for one in everyone]
+    chunks = layout_of(lengths, layout, "shards", checked_documents(cu_seqlens, sum(lengths)))
     whole: Tensor = gather_chunks(tensor.movedim(dim, 0), group, chunks, "unshard")
     return whole.movedim(0, dim)
 
