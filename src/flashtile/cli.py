@@ -1,4 +1,4 @@
-"""The command line: `flashtile info`, `check`, `bench`, `demo` and `lab` (also `python -m flashtile`).
+"""The command line, `flashtile COMMAND`: info, check, bench, demo, train and lab (or `python -m flashtile`).
 
 Results go to stdout (text, or JSON with --json), progress to stderr. Exit codes: 0 fine, 1 a check failed,
 2 wrong arguments, 130 interrupted.
@@ -52,6 +52,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_check(commands)
     _add_bench(commands)
     _add_demo(commands)
+    _add_train(commands)
     _add_lab(commands)
     return parser
 
@@ -326,6 +327,23 @@ def _demo(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(result, indent=2))
     return 0 if result["agrees"] else 1
+
+
+def _add_train(commands: Any) -> None:
+    from flashtile.train import options
+
+    train = _command(
+        commands, "train", "a GPT on Hamlet or on your own text, with checkpoints, losses and a sample",
+        _train, options.EXAMPLES,
+    )  # fmt: skip
+    options.add_options(train, _positive, _device)
+    train.set_defaults(refuse=train.error)
+
+
+def _train(options: argparse.Namespace) -> int:
+    from flashtile.train import command
+
+    return command.run(options)
 
 
 def _add_lab(commands: Any) -> None:
