@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -19,7 +18,6 @@ from flashtile import masks
 from flashtile.masks import Mask
 
 
-@dataclass(frozen=True)
 class Visible:
     """What a batch's tokens see: themselves and what is before them, within their document.
 
@@ -30,22 +28,20 @@ class Visible:
         documents: int64 (batch, length), an id for each token, or None where each row is one document.
     """
 
-    batch: int
-    length: int
-    device: torch.device
-    documents: Tensor | None = None
+    def __init__(
+        self, batch: int, length: int, device: torch.device, documents: Tensor | None = None
+    ) -> None:
+        self.batch, self.length, self.device, self.documents = batch, length, device, documents
+        self.mask: Mask = masks.causal()  # for flashtile: intervals of keys, no matrix
+        if documents is not None:
+            self.mask = self.mask & masks.documents(documents)
+        self._dense: Tensor | None = None
 
-    @cached_property
-    def mask(self) -> Mask:
-        """For flashtile: intervals of keys, no matrix."""
-        if self.documents is None:
-            return masks.causal()
-        return masks.causal() & masks.documents(self.documents)
-
-    @cached_property
     def dense(self) -> Tensor:
         """bool (batch or 1, 1, length, length), True where the query sees the key."""
-        return self.mask.dense(self.batch, self.length, self.length, self.device)
+        if self._dense is None:
+            self._dense = self.mask.dense(self.batch, self.length, self.length, self.device)
+        return self._dense
 
 
 @dataclass(frozen=True)
@@ -73,7 +69,7 @@ def torch_attention(
     """Dropout is torch's own: from its generator, not from the seed, so other entries are dropped."""
     alone = visible.documents is None
     return F.scaled_dot_product_attention(
-        query, key, value, attn_mask=None if alone else visible.dense, is_causal=alone,
+        query, key, value, attn_mask=None if alone else visible.dense(), is_causal=alone,
         dropout_p=0.0 if dropout is None else dropout.p, enable_gqa=query.shape[1] != key.shape[1],
     )  # fmt: skip
 
@@ -85,7 +81,7 @@ def standard_attention(
     groups = query.shape[1] // key.shape[1]
     key, value = (tensor.repeat_interleave(groups, dim=1) for tensor in (key, value))
     scores = query @ key.mT * query.shape[-1] ** -0.5
-    probabilities = scores.masked_fill(~visible.dense, float("-inf")).softmax(-1)
+    probabilities = scores.masked_fill(~visible.dense(), float("-inf")).softmax(-1)
     if dropout is not None:
         batch, heads, length, _ = scores.shape
         kept = flashtile.dropout_mask(

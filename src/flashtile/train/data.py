@@ -176,4 +176,6 @@ def _texts(paths: Sequence[Path]) -> list[str]:
 
 def derived_seed(*numbers: int) -> int:
     """A seed of 63 bits that depends on all of the numbers (each at least 0), and on nothing else."""
-    return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0] >> np.uint64(1))
+    return int(
+        np.random.SeedSequence([len(numbers), *numbers]).generate_state(1, np.uint64)[0] >> np.uint64(1)
+    )

@@ -76,7 +76,8 @@ class Cache:
     def __init__(self, shape: Shape, places: int, like: Tensor) -> None:
         size = (shape.layers, 2, 1, shape.key_heads, places, shape.head_dim)
         self.layers = like.new_zeros(size)
-        self.cos, self.sin = rotary_tables(places, shape.head_dim, like.device)
+        tables = rotary_tables(places, shape.head_dim, like.dtype)
+        self.cos, self.sin = (table.to(like.device) for table in tables)
         self.length = 0
 
 
@@ -208,6 +209,10 @@ class GPT(nn.Module):
         logits = self(tokens[:, :-1], documents, seed)
         return F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
 
+    def new_cache(self, places: int) -> Cache:
+        """An empty cache for a sequence of so many tokens."""
+        return Cache(self.shape, places, self.embedding.weight)
+
     @torch.inference_mode()
     def decode(self, tokens: Tensor, cache: Cache) -> Tensor:
         """Logits (1, new, vocabulary) for ``tokens`` (1, new), which follow what the cache holds."""
@@ -227,7 +232,7 @@ class GPT(nn.Module):
         Any number can be written: what lies further back than a context is not seen. At temperature 0 the
         likeliest token is taken.
         """
-        cache = Cache(self.shape, len(prompt) + count, self.embedding.weight)
+        cache = self.new_cache(len(prompt) + count)
         generator = torch.Generator().manual_seed(seed)
         tokens, written = prompt[None].to(cache.layers.device), []
         for _ in range(count):
@@ -243,10 +248,8 @@ class GPT(nn.Module):
         return torch.cat(written) if written else prompt.new_empty(0)
 
 
-def rotary_tables(
-    positions: int, head_dim: int, device: torch.device | str | None = None
-) -> tuple[Tensor, Tensor]:
+def rotary_tables(positions: int, head_dim: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
     """Cosines and sines (positions, head_dim / 2) of the angles by which positions turn pairs."""
-    frequencies = 10000.0 ** (-torch.arange(0, head_dim, 2, device=device) / head_dim)
-    angles = torch.arange(positions, device=device)[:, None] * frequencies
-    return angles.cos(), angles.sin()
+    frequencies = 10000.0 ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+    angles = torch.arange(positions)[:, None] * frequencies
+    return angles.cos().to(dtype), angles.sin().to(dtype)
