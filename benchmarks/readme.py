@@ -30,17 +30,18 @@ NOTHING = "-"
 
 def fill(text: str, found: dict[str, Any]) -> str:
     """`text` with the numbers of one run between the marks; ValueError where it has no such place."""
-    return _between(text, BEGIN, END, numbers(found))
+    return between(text, BEGIN, END, numbers(found))
 
 
 def fill_doors(text: str, found: dict[str, Any]) -> str:
     """The same for packed sequences and caches (benchmarks.doors)."""
     ceiling = f"Reading memory: {found['read_gb_per_s']:.0f} GB/s. In brackets: their time over flashtile's."
     rows = markdown(doors.COLUMNS, doors.rows(found))
-    return _between(text, DOORS_BEGIN, DOORS_END, f"{machine_line(found['machine'])} {ceiling}\n\n{rows}")
+    return between(text, DOORS_BEGIN, DOORS_END, f"{machine_line(found['machine'])} {ceiling}\n\n{rows}")
 
 
-def _between(text: str, begin: str, end: str, body: str) -> str:
+def between(text: str, begin: str, end: str, body: str) -> str:
+    """The text with a new body between two marks in it; raises ValueError where they are missing."""
     before, found_begin, rest = text.partition(begin)
     _, found_end, after = rest.partition(end)
     if not found_begin or not found_end:

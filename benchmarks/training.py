@@ -4,11 +4,12 @@
     python -m benchmarks.training --quick    short contexts: does everything work?
     python -m benchmarks.training --preset gpt3-1.3b --device cuda --compile
     python -m benchmarks.training --preset gpt3-2.7b --device cuda --contexts 8192 --batch 1
+    python -m benchmarks.training_tables     the numbers into docs/training.md
 
 A step is forward, backward and AdamW, on rows of random tokens that are one document each, so that SDPA is
 told `is_causal` and needs no matrix. All attentions share one model; losses are compared first, then steps
-are timed in turn. Writes training.json and training.png (training_PRESET for the large shapes). Exit code 1 if
-losses disagree.
+are timed in turn. Writes training.json and training.png (training_PRESET for the large shapes). Exit code 1
+if losses disagree.
 """
 
 from __future__ import annotations
@@ -30,22 +31,15 @@ from benchmarks.training_measure import (
     measure_growth,
     memory_limit,
 )
+from benchmarks.training_tables import report
 from flashtile import dispatch
 from flashtile.bench import ceilings, machine
-from flashtile.bench.console import Progress, heading, table
+from flashtile.bench.console import Progress, heading
 from flashtile.train import ATTENTIONS, PRESETS, model_flops
 from flashtile.train.flops import attention_share, known_card, predicted_speedup
 
 CONTEXTS = (256, 512, 1024, 2048, 4096, 8192)
 LARGE_CONTEXTS = (2048, 8192)
-# TFLOP/s for each of 8 A100, whose peak is 312: without FlashAttention, with it, and with FlashAttention-2
-# (FlashAttention-2, table 1).
-PAPER = {
-    ("gpt3-1.3b", 2048): (142, 189, 196),
-    ("gpt3-1.3b", 8192): (72, 170, 220),
-    ("gpt3-2.7b", 2048): (149, 189, 205),
-    ("gpt3-2.7b", 8192): (80, 175, 225),
-}
 
 
 def cases_of(given: argparse.Namespace) -> list[Case]:
@@ -115,74 +109,6 @@ def measure_memory(cases: list[Case], given: argparse.Namespace, limit: int) -> 
     return points
 
 
-def speed_rows(found: dict[str, Any], attentions: list[str]) -> list[list[str]]:
-    """A row for each case: our rate and utilisation, then how many times as fast as each other we are."""
-    rows = []
-    for result in found["results"]:
-        case, answers = result["case"], result["attentions"]
-        row = [f"{case['dtype']} {case['batch']} x {case['context']}"]
-        own = answers.get("flashtile", {}).get("tokens_per_s")
-        for name in attentions:
-            speed = answers[name].get("tokens_per_s")
-            if speed is None:
-                row += ["-"] * (3 if name == "flashtile" else 2)
-                continue
-            flops, peak = speed * result["flops_per_token"], found["peaks"][case["dtype"]]
-            row += [f"{speed:,.0f}", f"{flops / 1e12:.3g}"]
-            if name == "flashtile":
-                row.append(f"{flops / peak:.0%}" if peak else "-")
-            else:
-                row[-1] = f"{own / speed:.2f}x" if own else "-"
-        predicted = result.get("predicted_speedup")
-        row += [f"{result['attention_share']:.0%}", f"{predicted:.2f}x" if predicted else "-"]
-        rows.append(row)
-    return rows
-
-
-def header(attentions: list[str]) -> list[str]:
-    names = ["rows"]
-    for name in attentions:
-        names += [f"{name} tok/s", *(["TFLOP/s", "MFU"] if name == "flashtile" else ["ratio"])]
-    return [*names, "attention", "predicted"]
-
-
-def report(found: dict[str, Any], attentions: list[str]) -> str:
-    lines = [table(header(attentions), speed_rows(found, attentions))]
-    lines.append(
-        "  TFLOP/s: 6 N + 12 L d S a token; MFU: of the peak; ratio: our tokens a second to the other's.\n"
-        "  attention: its share of the causal operations; predicted: the ratio to sdpa, from that share and "
-        "from\n  how fast attention alone is."
-    )
-    if any(found["memory"].values()):
-        points = found["memory"]
-        lengths = [point["length"] for point in next(iter(points.values()))]
-        cells = [
-            [f"1 x {length}", *(cell(own[i]) for own in points.values())] for i, length in enumerate(lengths)
-        ]
-        lines.append("\n" + table(["MiB of a step", *points], cells))
-    for result in found["results"]:
-        case = result["case"]
-        if result["disagreement"]:
-            lines.append(f"  WRONG: {case['dtype']} at {case['context']}: {result['disagreement']}")
-        for name, answer in result["attentions"].items():
-            if "left_out" in answer:
-                lines.append(
-                    f"  left out: {name}, {case['dtype']} at {case['context']}: {answer['left_out']}"
-                )
-            if "mib" in answer:
-                lines.append(f"  {name}, {case['dtype']} at {case['context']}: {answer['mib']:,.0f} MiB")
-        if paper := PAPER.get((case["preset"], case["context"])):
-            lines.append(
-                f"  the paper, {case['preset']} at {case['context']}, on A100: {paper[0]} TFLOP/s without "
-                f"FlashAttention, {paper[1]} with it, {paper[2]} with FlashAttention-2 ({paper[2] / 312:.0%})"
-            )
-    return "\n".join(lines)
-
-
-def cell(point: dict[str, Any]) -> str:
-    return f"{point['mib']:,.0f}" if "mib" in point else point["left_out"]
-
-
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__,
@@ -234,7 +160,7 @@ def main(arguments: list[str] | None = None) -> int:
     given = parse(arguments)
     heading(f"Training steps on {given.device}, {given.preset}: {', '.join(given.attentions)}")
     found = measure(cases_of(given), given)
-    print(report(found, given.attentions))
+    print(report(found))
     given.output.mkdir(parents=True, exist_ok=True)
     name = "training" if given.preset == "small" else f"training_{given.preset}"
     (given.output / f"{name}.json").write_text(json.dumps(found, indent=1) + "\n")

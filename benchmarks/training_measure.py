@@ -112,9 +112,11 @@ def left_out(attention: str, case: Case, limit: int) -> str | None:
     return None
 
 
-def disagreement(losses: Mapping[str, float], dtype: str) -> str | None:
-    """Of the losses of one model; a mean over many tokens differs by a few roundings of itself, if at all."""
-    allowed = 16 * torch.finfo(torch.float32).eps if dtype == "fp32" else torch.finfo(torch.bfloat16).eps
+def disagreement(losses: Mapping[str, float], case: Case) -> str | None:
+    """Of the losses of one model, or None: means over tokens, each of which has roundings of its own."""
+    allowed = 16 * torch.finfo(torch.float32).eps
+    if case.dtype == "bf16":
+        allowed = torch.finfo(torch.bfloat16).eps / case.tokens**0.5
     found = list(losses.values())
     if all(abs(loss - found[0]) <= allowed * found[0] for loss in found):
         return None
@@ -141,7 +143,7 @@ def measure_case(
         reason = left_out(attention, case, limit)
         answers[attention] = {"left_out": reason} if reason else {}
     tried = [name for name in attentions if not answers[name] and fits(name, steps.first_loss)]
-    wrong = disagreement({name: answers[name]["loss"] for name in tried}, case.dtype)
+    wrong = disagreement({name: answers[name]["loss"] for name in tried}, case)
     if not wrong:
         fitting = [name for name in tried if case.device == "cpu" or fits(name, steps.allocated)]
         runs = {name: steps.run(name) for name in fitting}

@@ -14,7 +14,7 @@ import flashtile
 from flashtile import cli
 
 
-@pytest.mark.parametrize("command", ["info", "check", "bench", "demo", "lab"])
+@pytest.mark.parametrize("command", ["info", "check", "bench", "demo", "train", "lab"])
 def test_help_has_examples(command, capsys):
     with pytest.raises(SystemExit) as stop:
         cli.main([command, "--help"])

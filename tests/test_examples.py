@@ -9,14 +9,20 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = sorted((Path(__file__).parents[1] / "examples").glob("*.py"))
-SMALLER = {"long_context_memory": ["2048"]}
+TINY_GPT = "--layers 1 --width 32 --heads 2 --context 64 --batch 2 --steps 3 --sample 20 --output {folder}"
+SMALLER = {
+    "finetune_smollm2": ["--rows", "1", "--context", "48"],
+    "long_context_memory": ["2048"],
+    "train_gpt": TINY_GPT.split(),
+}
 LAUNCHERS = {"ring_attention": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]}
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
-def test_example_runs_and_its_checks_hold(example):
+def test_example_runs_and_its_checks_hold(example, tmp_path):
     launcher = LAUNCHERS.get(example.stem, [])
-    command = [sys.executable, "-W", "error", *launcher, str(example), *SMALLER.get(example.stem, [])]
+    arguments = [part.format(folder=tmp_path) for part in SMALLER.get(example.stem, [])]
+    command = [sys.executable, "-W", "error", *launcher, str(example), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout

@@ -28,10 +28,10 @@ class Settings:
     text: tuple[str, ...] = ()
     attention: str = "flashtile"
     dtype: str = "fp32"
-    steps: int = 1000
-    batch: int = 16
+    steps: int = 800
+    batch: int = 8
     accumulate: int = 1
-    learning_rate: float = 2e-3
+    learning_rate: float = 3e-3
     warmup: int = 50
     weight_decay: float = 0.1
     clip: float = 1.0
