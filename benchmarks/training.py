@@ -1,6 +1,6 @@
 """Whole training steps of a GPT with flashtile's attention, SDPA's and standard attention.
 
-    python -m benchmarks.training            a small model on the CPU, contexts 256 to 8192, fp32 and bf16
+    python -m benchmarks.training            a small model on the CPU, contexts 256 to 8192
     python -m benchmarks.training --quick    short contexts: does everything work?
     python -m benchmarks.training --preset gpt3-1.3b --device cuda --compile
     python -m benchmarks.training --preset gpt3-2.7b --device cuda --contexts 8192 --batch 1
@@ -52,6 +52,15 @@ def cases_of(given: argparse.Namespace) -> list[Case]:
         for dtype in given.dtype
         for context in given.contexts
     ]
+
+
+def default_dtypes(device: str) -> list[str]:
+    """Without instructions for bfloat16 torch multiplies so slowly in it that no attention matters."""
+    if device != "cpu":
+        return ["bf16"]
+    from flashtile.cpu.kinds import TARGET
+
+    return ["fp32", "bf16"] if TARGET.bfloat16_dot else ["fp32"]
 
 
 def peaks(device: str) -> dict[str, float | None]:
@@ -131,7 +140,11 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     large = [name for name in PRESETS if name != "play"]
     parser.add_argument("--preset", choices=["small", *large], default="small")
     parser.add_argument("--device", default="cpu", help="cpu (default), cuda or cuda:N")
-    parser.add_argument("--dtype", type=some(("fp32", "bf16")), help="default: fp32,bf16; bf16 on a GPU")
+    parser.add_argument(
+        "--dtype",
+        type=some(("fp32", "bf16")),
+        help="default: fp32, and bf16 where the CPU has instructions for it; bf16 on a GPU",
+    )
     parser.add_argument("--contexts", type=numbers, help="such as 2048,8192")
     parser.add_argument("--attentions", type=some(ATTENTIONS), default=list(ATTENTIONS))
     parser.add_argument("--batch", type=int, help="rows of a step; default: as many as make up --tokens")
@@ -147,11 +160,11 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     given = parser.parse_args(arguments)
     if reason := dispatch.unserved_reason(given.device.partition(":")[0]):
         parser.error(f"--device {given.device}: {reason}")
-    on_cpu = given.device == "cpu"
-    given.dtype = given.dtype or (["fp32", "bf16"] if on_cpu else ["bf16"])
+    given.dtype = given.dtype or default_dtypes(given.device)
     given.contexts = given.contexts or list(CONTEXTS if given.preset == "small" else LARGE_CONTEXTS)
     if given.quick:
-        given.contexts, given.rounds, given.seconds = [128, 256], 2, 1.0
+        given.contexts, given.tokens = [128, 256], 256
+        given.rounds, given.seconds = 2, 1.0
     given.output = given.output or Path(__file__).parent / ("quick" if given.quick else "results")
     return given
 
@@ -159,6 +172,10 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> int:
     given = parse(arguments)
     heading(f"Training steps on {given.device}, {given.preset}: {', '.join(given.attentions)}")
+    if given.device == "cpu" and "bf16" not in given.dtype:
+        print(
+            "  without bf16, for which this CPU has no instructions (--dtype bf16 measures it all the same)"
+        )
     found = measure(cases_of(given), given)
     print(report(found))
     given.output.mkdir(parents=True, exist_ok=True)

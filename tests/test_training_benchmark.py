@@ -69,7 +69,18 @@ def test_what_would_not_fit_is_left_out_with_what_it_needs():
 
 def test_a_run_writes_numbers_tables_and_a_picture(tmp_path: Path, monkeypatch, capsys):
     monkeypatch.setattr(training, "measure_growth", lambda cases, attention: [1.5] * len(cases))
-    arguments = ["--contexts", "16,32", "--tokens", "32", "--rounds", "1", "--seconds", "0.1"]
+    arguments = [
+        "--dtype",
+        "fp32,bf16",
+        "--contexts",
+        "16,32",
+        "--tokens",
+        "32",
+        "--rounds",
+        "1",
+        "--seconds",
+        "0.1",
+    ]
     assert training.main([*arguments, "--output", str(tmp_path)]) == 0
     found = json.loads((tmp_path / "training.json").read_text())
     assert [(r["case"]["dtype"], r["case"]["batch"]) for r in found["results"]] == [

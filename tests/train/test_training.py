@@ -66,11 +66,12 @@ def test_fp32_losses_agree_step_by_step(corpus, dropout):
 
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
 def test_bf16_losses_agree_on_average(corpus, dropout):
-    """A loss is a mean over tokens, each with bfloat16 roundings of its own, and so is the mean over steps."""
+    """Losses are means over tokens, each with bfloat16 roundings of its own, then means over steps."""
     ours, exact = (losses(corpus, dropout=dropout, dtype=dtype) for dtype in ("bf16", "fp32"))
     epsilon = torch.finfo(torch.bfloat16).eps * fmean(exact) / (SMALL["batch"] * SMALL["context"]) ** 0.5
     peers = ("standard",) if dropout else ("standard", "sdpa")
-    for theirs in (exact, *(losses(corpus, dropout=dropout, dtype="bf16", attention=name) for name in peers)):
+    in_bf16 = (losses(corpus, dropout=dropout, dtype="bf16", attention=name) for name in peers)
+    for theirs in (exact, *in_bf16):
         differences = [a - b for a, b in zip(ours, theirs, strict=True)]
         assert max(map(abs, differences)) <= epsilon
         assert abs(fmean(differences)) <= epsilon / len(differences) ** 0.5
