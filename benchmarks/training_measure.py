@@ -108,7 +108,7 @@ def memory_limit(device: str) -> int:
 def left_out(attention: str, case: Case, limit: int) -> str | None:
     """Why an attention is not tried, or None."""
     if attention == "standard" and needed_bytes(case) > limit:
-        return f"needs at least {needed_bytes(case) / 2**30:.0f} GiB for its probabilities"
+        return f"needs at least {needed_bytes(case) / 2**30:.1f} GiB for its probabilities"
     return None
 
 

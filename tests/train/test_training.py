@@ -179,8 +179,8 @@ def test_a_killed_run_goes_on_to_the_same_losses(text, whole, tmp_path, capsys):
 
 
 def test_what_the_log_says_of_steps_after_the_checkpoint_is_forgotten(text, whole, tmp_path):
-    """Killed at every step in turn: the last checkpoint is older than the log."""
-    for done, logged in ((3, 5), (6, 6), (6, 8)):
+    """Killed after a checkpoint, or just after one was written."""
+    for done, logged in ((3, 5), (6, 6)):
         folder = tmp_path / f"{done}-{logged}"
         folder.mkdir()
         training = Training(
