@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from flashtile import cli
-from flashtile.train import Corpus, Settings, Training, checkpoint, log, options, read_corpus
+from flashtile.train import Corpus, Settings, Training, checkpoint, command, log, options, read_corpus
 
 SMALL: dict[str, Any] = {
     "layers": 2,
@@ -163,9 +163,9 @@ def test_a_run_leaves_log_picture_and_checkpoint(whole):
 
 def test_a_killed_run_goes_on_to_the_same_losses(text, whole, tmp_path, capsys):
     folder = tmp_path / "run"
-    command = [sys.executable, "-m", "flashtile", "train", "--text", str(text), "--output", str(folder)]
-    command += [*OPTIONS, "--threads", "1", "--checkpoint-every", "3", "--validate-every", "4"]
-    running = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    own = [sys.executable, "-m", "flashtile", "train", "--text", str(text), "--output", str(folder)]
+    own += [*OPTIONS, "--threads", "1", "--checkpoint-every", "3", "--validate-every", "4"]
+    running = subprocess.Popen(own, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 120
     while len(log.read(folder)) < 5 and running.poll() is None and time.monotonic() < deadline:
         time.sleep(0.002)
@@ -247,6 +247,10 @@ def test_a_finished_run_writes_more(whole, capsys):
     assert answer["loss"] == float(lines_of(whole)[-1]["loss"])
     assert answer["model_tflops"] > 0
     assert answer["card"] is None
+
+
+def test_what_a_model_writes_does_not_command_a_terminal():
+    assert command.printable("Ham.\n\tÉ\x1b[31m\x07") == "Ham.\n\tÉ\ufffd[31m\ufffd"
 
 
 def test_byte_pairs_come_back_from_the_checkpoint(text, tmp_path, capsys):

@@ -53,7 +53,7 @@ def run(options: argparse.Namespace) -> int:
     say(report(answer))
     answer["sample"] = sample(training, options.prompt, options.sample)
     if options.sample:
-        say(f"\n{styled(options.prompt, 'cyan')}{answer['sample']}")
+        say(f"\n{styled(options.prompt, 'cyan')}{printable(answer['sample'])}")
     files = [options.output / name for name in (checkpoint.NAME, log.NAME)]
     try:
         picture = options.output / "loss.png"
@@ -200,6 +200,11 @@ def report(answer: dict[str, Any]) -> str:
     if answer["card"]:
         lines += f", {answer['model_flops_utilisation']:.0%} of the bfloat16 peak of an {answer['card']}"
     return lines
+
+
+def printable(text: str) -> str:
+    """Without characters that a terminal would obey, which an unlearned model writes, too."""
+    return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
 def sample(training: Training, prompt: str, count: int) -> str:

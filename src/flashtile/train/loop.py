@@ -74,8 +74,9 @@ class Training:
         if dropout_seed is not None and self.settings.dropout > 0.0:
             torch.manual_seed(dropout_seed)
             seed = torch.full((1,), dropout_seed, dtype=torch.int64, device=self.device)
-        tokenizer, rows = self.corpus.tokenizer, rows.to(self.device)
-        several = bool((rows[:, 1:-1] == tokenizer.start).any())
+        tokenizer = self.corpus.tokenizer
+        several = bool((rows[:, 1:-1] == tokenizer.start).any())  # in host memory: nothing waits for a GPU
+        rows = rows.to(self.device)
         documents = tokenizer.document_ids(rows) if several else None
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.settings.dtype == "bf16"):
             return self._loss(rows, documents, seed)

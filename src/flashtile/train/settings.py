@@ -28,7 +28,7 @@ class Settings:
     text: tuple[str, ...] = ()
     attention: str = "flashtile"
     dtype: str = "fp32"
-    steps: int = 800
+    steps: int = 1200
     batch: int = 8
     accumulate: int = 1
     learning_rate: float = 3e-3
