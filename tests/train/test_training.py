@@ -174,6 +174,8 @@ def test_a_killed_run_goes_on_to_the_same_losses(text, whole, tmp_path, capsys):
     assert running.returncode == -signal.SIGKILL, errors
     _, content = checkpoint.load(folder)
     assert content["done"] >= 3
+    for name in ("checkpoint.unfinished", "log.unfinished"):  # as a kill at a worse moment leaves them
+        (folder / name).write_bytes(b"half")
     assert train(text, folder, "--resume") == 0
     assert lines_of(folder) == lines_of(whole)
 
@@ -302,6 +304,13 @@ def refused(arguments: list[str], message: str, capsys: pytest.CaptureFixture[st
     captured = capsys.readouterr()
     assert message in captured.err
     assert captured.out == ""
+
+
+def test_compiling_without_a_compiler_is_refused(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(command.shutil, "which", lambda name: None)
+    refused(
+        ["--compile", "--output", str(tmp_path / "new")], "--compile needs a C++ compiler on a CPU", capsys
+    )
 
 
 def test_a_text_that_has_changed_is_refused(text, tmp_path, capsys):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import shutil
 import signal
 import time
 from dataclasses import asdict
@@ -31,6 +33,8 @@ def run(options: argparse.Namespace) -> int:
     reason = dispatch.unserved_reason(options.device.partition(":")[0])
     if reason:
         options.refuse(f"--device {options.device}: {reason}")
+    if options.compile and options.device == "cpu" and not cpp_compiler():
+        options.refuse("--compile needs a C++ compiler on a CPU: found no g++ or clang++, and CXX names none")
     if options.sample < 0:
         options.refuse(f"--sample must be at least 0, got {options.sample}")
     try:
@@ -66,6 +70,11 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(answer, indent=2))
     return 0
+
+
+def cpp_compiler() -> str | None:
+    """The compiler that torch.compile would call."""
+    return next(filter(None, map(shutil.which, (os.environ.get("CXX", ""), "g++", "clang++"))), None)
 
 
 def _say(text: str) -> None:
