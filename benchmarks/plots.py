@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 
 from benchmarks.peers import TITLES
 from flashtile.bench import figure as figures
+from flashtile.bench.cases import DTYPES, Case
 
 COLORS = {
     "flex": "#8250df",
@@ -38,6 +39,7 @@ def draw_all(found: dict[str, Any], folder: Path) -> list[Path]:
         written.append(draw_short(short, found, folder / "decode_and_small.png"))
     if found["memory"]:
         written.append(draw_memory(found, folder / "memory.png"))
+    written.append(draw_roofline(found, folder / "roofline.png"))
     return written
 
 
@@ -145,6 +147,45 @@ def draw_memory(found: dict[str, Any], path: Path) -> Path:
         look[name] = (f"{label}, {name.split()[1]}", color)
     figures.draw_memory(axes, found["memory"], look)
     legend_below(figure, [axes])
+    figure.savefig(path, dpi=110)
+    return path
+
+
+def least_bytes(case: Case) -> int:
+    """Inputs read and results written once: Q, O and K, V; backward Q, O, dO, dQ and K, V, dK, dV."""
+    passes = 2 if case.direction == "backward" else 1
+    numbers = 2 * case.batch * case.heads * case.query_length * case.head_dim
+    return passes * (numbers * DTYPES[case.dtype].itemsize + case.key_value_bytes)
+
+
+def draw_roofline(found: dict[str, Any], path: Path) -> Path:
+    """flashtile's rates over FLOPs per byte, under what memory and arithmetic allow.
+
+    Bytes are those of inputs and results, each moved once: what no algorithm can do without.
+    """
+    figure = titled_figure(found, "flashtile under the roofline", (9, 5))
+    axes = figure.subplots()
+    points: dict[str, list[tuple[float, float]]] = {}
+    for result in found["results"]:
+        if "gflops" in (peer := result["peers"].get("flashtile", {})):
+            case = Case(**{name: value for name, value in result["case"].items() if name != "name"})
+            label = f"{case.group}, {case.direction} {case.dtype}"
+            points.setdefault(label, []).append((case.flops / least_bytes(case), peer["gflops"]))
+    colors = {"fp32": "#1f6feb", "bf16": "#1a7f37", "fp16": "#bf3989"}
+    shapes = {"long, forward": "o", "long, backward": "s", "decode, forward": "^", "small, forward": "D"}
+    for label, places in points.items():
+        kind, dtype = label.rsplit(" ", 1)
+        axes.scatter(*zip(*places, strict=True), label=label, s=30, marker=shapes[kind], color=colors[dtype])
+    ceilings = found["ceilings"]
+    figures.draw_peaks(axes, ceilings)
+    rate, most = ceilings["read_gb_per_s"], max(ceilings["fma_gflops"], ceilings["bf16_dot_gflops"] or 0.0)
+    least = min(intensity for places in points.values() for intensity, _ in places) / 2
+    axes.plot([least, most / rate], [least * rate, most], color="#57606a", linewidth=0.8, linestyle="--")
+    axes.annotate(f"memory, {rate:.0f} GB/s", (least, least * 1.8 * rate), fontsize=8)
+    axes.set(xscale="log", yscale="log", ylabel="GFLOP/s")
+    axes.set_xlabel("FLOPs for each byte of inputs and results")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(loc="lower right", frameon=False, fontsize=9, ncols=2)
     figure.savefig(path, dpi=110)
     return path
 

@@ -1,31 +1,38 @@
-"""Put the measured numbers into README.md: `python -m benchmarks.readme` after `make bench`.
+"""Put the measured numbers into README.md and docs/: `python -m benchmarks.readme` after `make bench`.
 
-Everything between the marks is written anew from cpu.json and doors.json; the rest of the file stays.
+Everything between the marks is written anew from cpu.json and doors.json; the rest of the files stays.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from benchmarks import doors
 from benchmarks.peers import TITLES
+from flashtile.bench import machine
 from flashtile.bench.cases import Case
-from flashtile.bench.compare import share_of_ceiling
+from flashtile.bench.compare import ceilings_line, share_of_ceiling
 from flashtile.bench.timing import format_seconds
 
 BEGIN, END = "<!-- numbers:begin -->", "<!-- numbers:end -->"
 DOORS_BEGIN, DOORS_END = "<!-- doors:begin -->", "<!-- doors:end -->"
+SUMMARY_BEGIN, SUMMARY_END = "<!-- summary:begin -->", "<!-- summary:end -->"
+ERRORS_BEGIN, ERRORS_END = "<!-- errors:begin -->", "<!-- errors:end -->"
 GROUPS = {
     "long": "Long sequences",
     "decode": "Decoding: one query against a cache",
     "small": "Short sequences",
 }
 COLUMNS = ["work", "flashtile", "GFLOP/s", "of ceiling", "torch SDPA", "ratio", "best other peer", "ratio"]
+SUMMARY = ["work", "cases", "GFLOP/s", "of ceiling", "over torch SDPA", "over the best other peer"]
+ERRORS = {"flashtile": "flashtile", "torch": "torch SDPA", "standard": "standard attention in that dtype"}
 NOTHING = "-"
+_NUMBER = re.compile(r"[\d.]+")
 
 
 def fill(text: str, found: dict[str, Any]) -> str:
@@ -40,6 +47,30 @@ def fill_doors(text: str, found: dict[str, Any]) -> str:
     return between(text, DOORS_BEGIN, DOORS_END, f"{machine_line(found['machine'])} {ceiling}\n\n{rows}")
 
 
+def fill_summary(text: str, found: dict[str, Any]) -> str:
+    """The ranges of the cases of one kind, and memory by length: what the README has room for."""
+    parts = [machine_line(found["machine"]), ceilings_line(found["ceilings"])]
+    parts += [markdown(SUMMARY, summary_rows(found)), memory_table(found["memory"])]
+    return between(text, SUMMARY_BEGIN, SUMMARY_END, "\n\n".join(parts))
+
+
+def fill_errors(text: str, found: dict[str, Any]) -> str:
+    """The largest errors against float64 of the long cases (docs/numerics.md)."""
+    largest: dict[str, dict[str, float]] = {}
+    for result in found["results"]:
+        case = result["case"]
+        if case["group"] == "long":
+            row = largest.setdefault(f"{case['direction']} {case['dtype']}", {})
+            for name in ERRORS:
+                if "error" in (peer := result["peers"].get(name, {})):
+                    row[name] = max(row.get(name, 0.0), peer["error"])
+    rows = (
+        [work, *(f"{row[name]:.1e}" if name in row else NOTHING for name in ERRORS)]
+        for work, row in largest.items()
+    )
+    return between(text, ERRORS_BEGIN, ERRORS_END, markdown(["work", *ERRORS.values()], rows))
+
+
 def between(text: str, begin: str, end: str, body: str) -> str:
     """The text with a new body between two marks in it; raises ValueError where they are missing."""
     before, found_begin, rest = text.partition(begin)
@@ -51,7 +82,8 @@ def between(text: str, begin: str, end: str, body: str) -> str:
 
 def numbers(found: dict[str, Any]) -> str:
     """Machine, ceilings, one table for each group of cases, and memory by length, as Markdown."""
-    parts = [machine_line(found["machine"]), ceilings_line(found["ceilings"])]
+    ratios = "A ratio above 1 means that flashtile takes less time."
+    parts = [machine_line(found["machine"]), f"{ceilings_line(found['ceilings'])} {ratios}"]
     for group, title in GROUPS.items():
         chosen = [result for result in found["results"] if result["case"]["group"] == group]
         if chosen:
@@ -66,26 +98,7 @@ def numbers(found: dict[str, Any]) -> str:
 def machine_line(facts: dict[str, Any]) -> str:
     packages = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
     commit = f", commit {facts['commit']}" if facts["commit"] else ""
-    return (
-        f"{facts['cpu']}, {facts['threads']} threads, {facts['instruction_set']}, {facts['system']}; "
-        f"{packages}{commit}."
-    )
-
-
-def ceilings_line(ceilings: dict[str, float | None]) -> str:
-    named = {
-        "fma_gflops": "{:.0f} GFLOP/s of float32 multiply-adds (FMA)",
-        "bf16_dot_gflops": "{:.0f} GFLOP/s of bfloat16 dot products (dot)",
-        "read_gb_per_s": "{:.0f} GB/s read from memory (read)",
-    }
-    again = "read_gb_per_s_of_"  # a size in MiB that decoding reads, which a cache may hold in part
-    named |= {
-        name: "{:.0f} GB/s reading " + name.removeprefix(again).replace("_mib", " MiB again and again")
-        for name in ceilings
-        if name.startswith(again)
-    }
-    present = [text.format(value) for name, text in named.items() if (value := ceilings[name])]
-    return f"Measured ceilings: {', '.join(present)}. A ratio above 1 means that flashtile takes less time."
+    return f"{machine.headline(facts)}, {facts['system']}; {packages}{commit}."
 
 
 def work_row(result: dict[str, Any], ceilings: dict[str, float | None]) -> list[str]:
@@ -105,6 +118,27 @@ def work_row(result: dict[str, Any], ceilings: dict[str, float | None]) -> list[
         f"{shown(other)} {TITLES[best]}" if best else NOTHING,
         ratio(other, own),
     ]
+
+
+def summary_rows(found: dict[str, Any]) -> Iterable[list[str]]:
+    """One row for the cases of one group, direction and dtype: the least and the most of each number."""
+    kinds: dict[str, list[list[str]]] = {}
+    for result in found["results"]:
+        case = result["case"]
+        kind = f"{case['group']}, {case['direction']} {case['dtype']}"
+        kinds.setdefault(kind, []).append(work_row(result, found["ceilings"]))
+    for kind, rows in kinds.items():
+        _, _, rates, shares, _, over_torch, _, over_best = zip(*rows, strict=True)
+        yield [kind, str(len(rows)), *(_span(texts) for texts in (rates, shares, over_torch, over_best))]
+
+
+def _span(texts: Iterable[str]) -> str:
+    """The least and the most of numbers with one unit: "12%" and "9%" are "9 to 12%"."""
+    present = sorted((float(_NUMBER.findall(text)[0]), text) for text in texts if text != NOTHING)
+    if not present:
+        return NOTHING
+    (_, least), (_, most) = present[0], present[-1]
+    return most if least == most else f"{_NUMBER.findall(least)[0]} to {most}"
 
 
 def shown(seconds: float | None) -> str:
@@ -140,11 +174,15 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--results", type=Path, default=Path("benchmarks/results/cpu.json"))
     parser.add_argument("--doors", type=Path, default=Path("benchmarks/results/doors.json"))
     parser.add_argument("--readme", type=Path, default=Path("README.md"))
+    parser.add_argument("--docs", type=Path, default=Path("docs"))
     options = parser.parse_args(arguments)
-    text = options.readme.read_text()
-    for results, put in ((options.results, fill), (options.doors, fill_doors)):
-        text = put(text, json.loads(results.read_text()))
-    options.readme.write_text(text)
+    for page, results, put in (
+        (options.readme, options.results, fill_summary),
+        (options.docs / "performance.md", options.results, fill),
+        (options.docs / "performance.md", options.doors, fill_doors),
+        (options.docs / "numerics.md", options.results, fill_errors),
+    ):
+        page.write_text(put(page.read_text(), json.loads(results.read_text())))
 
 
 if __name__ == "__main__":

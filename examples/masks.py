@@ -15,7 +15,7 @@ from flashtile import masks
 LENGTH = 16
 EXAMPLES = {
     "GPT: causal": masks.causal(),
-    "Mistral: causal, and at most 4 keys back": masks.causal() & masks.window(left=4),
+    "Mistral, sliding_window=4: itself and the 3 before": masks.causal() & masks.window(left=3),
     "BERT: padding after 11 tokens": masks.key_lengths(11),
     "generation with padding on the left": masks.causal() & masks.key_starts(3),
     "three documents packed into one row": masks.causal() & masks.documents([0] * 5 + [1] * 8 + [2] * 3),

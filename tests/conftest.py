@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -78,3 +79,22 @@ def same_threads_after() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def seeded() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def inactive_after() -> Iterator[None]:
+    import flashtile
+
+    yield
+    flashtile.deactivate()
+
+
+@pytest.fixture
+def launched_alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The environment that torchrun gives the only process of a group."""
+    environment = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()

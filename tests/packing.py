@@ -11,6 +11,31 @@ from flashtile import masks
 from flashtile.masks.lengths import Packed
 from flashtile.problem import AttentionProblem
 
+# Few rows and many, nothing on either side.
+QUERIES = (5, 0, 70, 1, 33, 9)
+KEYS = (7, 3, 65, 0, 40, 90)
+_LONGEST = (len(QUERIES), 4, max(QUERIES), max(KEYS))
+_DRAWN = torch.Generator().manual_seed(1)
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal": {"mask": masks.causal(alignment="bottom-right")},
+    "window": {"mask": masks.window(20, 4, alignment="top-left")},
+    "softcap and scale": {"softcap": 3.0, "scale": -0.7},
+    "sinks": {"sinks": torch.tensor([0.3, -2.0, 4.0, 0.0])},
+    "slopes": {"alibi_slopes": torch.rand(_LONGEST[:2], generator=_DRAWN)},
+    "bias": {"bias": torch.randn(1, *_LONGEST[1:], generator=_DRAWN)},
+    "dense": {"mask": torch.rand(_LONGEST, generator=_DRAWN) < 0.7},
+}
+# What matters to gradients alone: who shares a plane.
+PLANES: dict[str, dict[str, Any]] = {
+    "slopes for all": {"alibi_slopes": torch.rand(1, 4, generator=_DRAWN)},
+    "bias of each": {"bias": torch.randn(_LONGEST, generator=_DRAWN)},
+    "bias of keys": {"bias": torch.randn(1, 4, 1, _LONGEST[3], generator=_DRAWN)},
+    "bias beyond the longest": {
+        "bias": torch.randn(1, 1, _LONGEST[2] + 40, _LONGEST[3] + 9, generator=_DRAWN)
+    },
+}
+
 
 def starts(lengths: tuple[int, ...]) -> Tensor:
     return torch.tensor([0, *lengths]).cumsum(0)

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ import flashtile
 from flashtile import cli
 
 
-@pytest.mark.parametrize("command", ["info", "check", "bench", "demo", "train", "lab"])
+@pytest.mark.parametrize("command", ["info", "check", "warmup", "masks", "bench", "demo", "train", "lab"])
 def test_help_has_examples(command, capsys):
     with pytest.raises(SystemExit) as stop:
         cli.main([command, "--help"])
@@ -34,6 +35,13 @@ def test_help_has_examples(command, capsys):
         (["check", "--dtype", "fp12"], "'fp12'"),
         (["check", "--device", "mps"], "--device mps: no backend serves mps tensors"),
         (["info", "--threads", "0"], "at least 1"),
+        (["check", "--threads", "99999"], "the processors of this machine, got 99999"),
+        (["bench", "--seconds", "-1"], "--seconds: expected a number above 0, got '-1'"),
+        (["demo", "--minutes", "0"], "--minutes: expected a number above 0, got '0'"),
+        (["demo", "--minutes", "inf"], "expected a number above 0, got 'inf'"),
+        (["demo", "--output", __file__], "cannot be made: File exists"),
+        (["warmup", "--dtype", "int8"], "expected some of fp32,bf16,fp16,fp64, got 'int8'"),
+        (["masks", "--only", "spiral"], "--only must be part of a mask's name, got 'spiral'"),
         (["info", "--device", "tpv"], "expected cpu, cuda or cuda:N, got 'tpv'"),
         (["info", "--heads", "many"], "expected a whole number of at least 1, got 'many'"),
         (["bench", "--group", "small", "--dtype", "fp32", "--pass", "forward"], "leave out --dtype, --pass"),
@@ -77,7 +85,7 @@ def test_info_prints_machine_versions_and_the_explanation_of_a_call(capsys):
 
 
 def test_info_names_what_hinders_a_call(capsys):
-    assert cli.main(["info", "--heads", "5", "--kv-heads", "2"]) == 0
+    assert cli.main(["info", "--heads", "5", "--kv-heads", "2"]) == 1
     text = capsys.readouterr().out
     assert "backend: none" in text
     assert "5 query heads" in text
@@ -96,6 +104,34 @@ def test_threads_are_set(capsys):
     assert json.loads(capsys.readouterr().out)["threads"] == 1
 
 
+def test_warmup_calls_every_pass_and_says_where_the_kernels_are(capsys):
+    assert cli.main(["warmup", "--dtype", "fp32", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert set(found["seconds"]["fp32"]) == {"forward", "backward", "decode"}
+    kernels = {file.name.rpartition("-")[0] for file in Path(found["cache_folder"]).iterdir()}
+    passes = ("forward", "decode", "merge", "row_deltas", "backward")
+    assert kernels >= {f"{name}-float32" for name in passes}
+
+
+def test_masks_are_drawn(capsys):
+    assert cli.main(["masks", "--only", "prefix"]) == 0
+    assert capsys.readouterr().out.strip().startswith("prefix([3])   8 queries, 8 keys")
+
+
+@pytest.mark.parametrize("command", [["flashtile.masks"], ["flashtile", "masks"]])
+def test_a_reader_that_stops_early_is_no_error(command):
+    writer = subprocess.Popen(
+        [sys.executable, "-m", *command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=os.environ | {"PYTHONUNBUFFERED": "1"},
+    )
+    writer.stdout.close()
+    assert writer.stderr.read() == b""
+    assert writer.wait() == 141
+    writer.stderr.close()
+
+
 def test_check_passes_here(capsys):
     assert cli.main(["check", "--dtype", "fp32"]) == 0
     text = capsys.readouterr().out
@@ -109,7 +145,7 @@ def test_no_gpu_is_named_as_the_reason(capsys):
         cli.main(["check", "--device", "cuda:1"])
     assert stop.value.code == 2
     assert "--device cuda:1: torch" in capsys.readouterr().err
-    assert cli.main(["info", "--device", "cuda"]) == 0
+    assert cli.main(["info", "--device", "cuda"]) == 1
     assert "sees no GPU here" in capsys.readouterr().out
 
 

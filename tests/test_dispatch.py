@@ -104,9 +104,12 @@ def test_without_kernels_torchs_attention_serves_what_means_the_same(kernels):
         dispatch.backend(gpu_problem(softcap=3.0))
 
 
-def test_a_part_of_a_larger_problem_is_not_served_on_a_gpu(kernels):
-    with pytest.raises(NotImplementedError, match="part of a larger problem on a GPU"):
-        dispatch.backend(gpu_problem(part=Part(heads=2)))
+def test_a_part_of_a_larger_problem_is_for_the_kernels_alone(kernels):
+    problem = gpu_problem(part=Part(heads=2))
+    assert dispatch.backend(problem) is kernels
+    kernels.reason = "Triton is not installed"
+    with pytest.raises(NotImplementedError, match=r"Triton is not installed.* no part of a larger problem"):
+        dispatch.backend(problem)
 
 
 def test_float64_on_a_gpu_is_standard_attention(kernels):

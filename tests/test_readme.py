@@ -3,59 +3,36 @@
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 
-import flashtile
 from benchmarks import readme
 from flashtile.bench.cases import Case
+from tests.documents import ROOT, blocks, broken, links
 
-README = Path(__file__).parents[1] / "README.md"
-WRITTEN_LATER = "benchmarks/results/"  # by `make bench`
-
-
-@pytest.fixture(autouse=True)
-def inactive_after() -> Iterator[None]:
-    yield
-    flashtile.deactivate()
+README = ROOT / "README.md"
 
 
-@pytest.fixture
-def launched_alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The environment that torchrun gives the only process of a group."""
-    environment = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
-@pytest.mark.usefixtures("launched_alone")
-def test_code_blocks_run_in_order(capsys):
-    text = README.read_text()
-    blocks = list(re.finditer(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE))
+@pytest.mark.usefixtures("inactive_after", "launched_alone")
+@pytest.mark.parametrize("block", blocks(README), ids=lambda block: f"line{block.line}")
+def test_every_code_block_runs_alone(block):
     names: dict[str, Any] = {}
-    for block in blocks:
-        before = text[: block.start(1)].count("\n")
-        exec(compile("\n" * before + block[1], str(README), "exec"), names)
-    assert len(blocks) >= 3
-    assert names["out"].shape == names["query"].shape
-    assert names["out"].isfinite().all()
-    assert names["bias"].grad.count_nonzero()
-    assert "██" in capsys.readouterr().out
+    printed = block.run(names)
+    if "out" in names:
+        assert names["out"].isfinite().all()
+    if "bias" in names:
+        assert names["bias"].grad.count_nonzero()
+    assert ("██" in printed) == (".draw(" in block.source)
+
+
+def test_there_are_code_blocks():
+    assert len(blocks(README)) >= 10
 
 
 def test_links_lead_to_files():
-    targets = re.findall(r"\]\((?!https?:)([^)]+)\)", README.read_text())
-    assert targets
-    for target in targets:
-        assert target.startswith(WRITTEN_LATER) or (README.parent / target).exists(), target
+    assert links(README)
+    assert not broken(README)
 
 
 def timed(seconds: float) -> dict[str, Any]:
@@ -152,19 +129,46 @@ def test_only_the_places_between_the_marks_change(found, found_doors, tmp_path):
         f"{readme.BEGIN}\nold\n{readme.END}\nbetween\n{readme.DOORS_BEGIN}\nold\n{readme.DOORS_END}\nafter\n"
     )
     paths = {name: tmp_path / f"{name}.json" for name in ("results", "doors")}
-    target = tmp_path / "README.md"
+    target = tmp_path / "performance.md"
+    pages = {
+        tmp_path / "README.md": (readme.SUMMARY_BEGIN, readme.SUMMARY_END),
+        tmp_path / "numerics.md": (readme.ERRORS_BEGIN, readme.ERRORS_END),
+    }
+    for page, marks in pages.items():
+        page.write_text("\nold\n".join(marks))
     paths["results"].write_text(json.dumps(found))
     paths["doors"].write_text(json.dumps(found_doors))
     target.write_text(f"before\n{text}")
     for _ in range(2):
         options = [part for name, path in paths.items() for part in (f"--{name}", str(path))]
-        readme.main([*options, "--readme", str(target)])
+        readme.main([*options, "--readme", str(tmp_path / "README.md"), "--docs", str(tmp_path)])
         written = target.read_text()
         assert written.startswith(f"before\n{readme.BEGIN}\nSome CPU")
         assert f"|\n{readme.END}\nbetween\n{readme.DOORS_BEGIN}\nSome CPU" in written
         assert written.endswith(f"|\n{readme.DOORS_END}\nafter\n")
         assert written.count("Some CPU") == 2
         assert "old" not in written
+    for page in pages:
+        assert "| --- |" in page.read_text()
+        assert "old" not in page.read_text()
+
+
+def test_a_summary_has_the_range_of_each_kind(found):
+    found["results"][1]["case"] |= {"direction": "forward", "dtype": "fp32"}
+    found["results"][1]["peers"]["torch"] = timed(40e-3)
+    rows = rows_of(readme.fill_summary(readme.SUMMARY_BEGIN + readme.SUMMARY_END, found))
+    assert rows["long, forward fp32"] == ["2", "160 to 400", "32 to 80% FMA", "2.50 to 4.00x", "1.25x"]
+    assert rows["decode, forward bf16"] == ["1", readme.NOTHING, "84% read", "0.50x", readme.NOTHING]
+    assert rows["flashtile, forward"] == ["1.3", "2.0"]
+
+
+def test_errors_are_the_largest_of_the_long_cases(found):
+    peers = found["results"][0]["peers"]
+    peers["flashtile"]["error"], peers["torch"]["error"] = 2e-7, 3e-7
+    found["results"][2]["peers"]["flashtile"]["error"] = 1.0
+    rows = rows_of(readme.fill_errors(readme.ERRORS_BEGIN + readme.ERRORS_END, found))
+    assert rows["forward fp32"] == ["2.0e-07", "3.0e-07", readme.NOTHING]
+    assert set(rows) == {"work", "---", "forward fp32", "backward fp16"}
 
 
 @pytest.mark.parametrize("text", ["", readme.BEGIN, f"{readme.END}{readme.BEGIN}"])
@@ -173,5 +177,16 @@ def test_a_text_without_the_marks_is_refused(text, found):
         readme.fill(text, found)
 
 
-def test_the_readme_has_the_place(found):
-    assert "Some CPU" in readme.fill(README.read_text(), found)
+@pytest.mark.parametrize(
+    ("page", "results", "fill"),
+    [
+        ("README.md", "cpu.json", readme.fill_summary),
+        ("docs/performance.md", "cpu.json", readme.fill),
+        ("docs/performance.md", "doors.json", readme.fill_doors),
+        ("docs/numerics.md", "cpu.json", readme.fill_errors),
+    ],
+)
+def test_pages_have_the_numbers_of_the_last_run(page, results, fill):
+    """`python -m benchmarks.readme` puts them there."""
+    text = (ROOT / page).read_text()
+    assert fill(text, json.loads((ROOT / "benchmarks" / "results" / results).read_text())) == text

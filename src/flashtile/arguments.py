@@ -188,7 +188,10 @@ def checked_intervals(
 
 def _checked_mask(mask: object, query: Tensor, sizes: Sizes, three_dims: bool) -> Tensor:
     if not isinstance(mask, Tensor):
-        raise TypeError(f"mask must be a flashtile.Mask or a bool tensor, got {type(mask).__name__}")
+        got = type(mask).__name__
+        if callable(mask):
+            got = f"the function {getattr(mask, '__name__', got)}; call it, as in flashtile.masks.causal()"
+        raise TypeError(f"mask must be a flashtile.Mask or a bool tensor, got {got}")
     if mask.dtype != torch.bool:
         hint = (
             "pass an additive mask as bias"

@@ -1,4 +1,6 @@
-"""The command line, `flashtile COMMAND`: info, check, bench, demo, train and lab (or `python -m flashtile`).
+"""The command line: `flashtile info`, `check`, `warmup`, `masks`, `bench`, `demo`, `train` and `lab`.
+
+Also `python -m flashtile`.
 
 Results go to stdout (text, or JSON with --json), progress to stderr. Exit codes: 0 fine, 1 a check failed,
 2 wrong arguments, 130 interrupted.
@@ -11,14 +13,11 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import flashtile
-
-if TYPE_CHECKING:
-    from flashtile.bench.cases import Case
+from flashtile import cli_types as types
 
 _DTYPES = ("fp32", "bf16", "fp16", "fp64")
 
@@ -50,6 +49,8 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_info(commands)
     _add_check(commands)
+    _add_warmup(commands)
+    _add_masks(commands)
     _add_bench(commands)
     _add_demo(commands)
     _add_train(commands)
@@ -57,7 +58,10 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _command(commands: Any, name: str, summary: str, run: Any, examples: str) -> argparse.ArgumentParser:
+def _command(
+    commands: Any, name: str, summary: str, run: Any, examples: str, *, computes: bool = True
+) -> argparse.ArgumentParser:
+    """A command with its examples; one that ``computes`` has --json and --threads."""
     command: argparse.ArgumentParser = commands.add_parser(
         name,
         help=summary,
@@ -66,63 +70,14 @@ def _command(commands: Any, name: str, summary: str, run: Any, examples: str) ->
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     command.set_defaults(run=run)
+    if not computes:
+        command.set_defaults(threads=None)
+        return command
     command.add_argument("--json", action="store_true", help="print JSON instead of text")
-    command.add_argument("--threads", type=_positive, metavar="N", help="threads to use (default: torch's)")
+    command.add_argument(
+        "--threads", type=types.thread_count, metavar="N", help="threads to use (default: torch's)"
+    )
     return command
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text!r}")
-    return int(text)
-
-
-def _device(text: str) -> str:
-    """An argparse type: a device that torch knows the name of."""
-    import torch
-
-    try:
-        return str(torch.device(text))
-    except RuntimeError as error:
-        raise argparse.ArgumentTypeError(f"expected cpu, cuda or cuda:N, got {text!r}") from error
-
-
-def _subset(allowed: Sequence[str]) -> Any:
-    """An argparse type: some of `allowed`, separated by commas."""
-
-    def parse(text: str) -> list[str]:
-        chosen = text.split(",")
-        for item in chosen:
-            if item not in allowed:
-                raise argparse.ArgumentTypeError(f"expected some of {','.join(allowed)}, got {item!r}")
-        return chosen
-
-    return parse
-
-
-def _shape(text: str) -> tuple[int, int, int, int]:
-    try:
-        batch, heads, length, head_dim = (_positive(part) for part in text.split(","))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"expected BATCH,HEADS,LENGTH,HEAD_DIM, got {text!r}") from None
-    return batch, heads, length, head_dim
-
-
-def _bytes(text: str) -> int:
-    """An argparse type: 65536, 64k or 1m, in bytes."""
-    digits, unit = (text[:-1], text[-1].lower()) if text[-1:].lower() in ("k", "m") else (text, "")
-    try:
-        return _positive(digits) * {"": 1, "k": 2**10, "m": 2**20}[unit]
-    except argparse.ArgumentTypeError:
-        raise argparse.ArgumentTypeError(f"expected bytes such as 196608, 192k or 1m, got {text!r}") from None
-
-
-def _tile(text: str) -> tuple[int, int]:
-    try:
-        rows, columns = (_positive(part) for part in text.split("x"))
-    except (ValueError, argparse.ArgumentTypeError):
-        raise argparse.ArgumentTypeError(f"expected ROWSxCOLUMNS such as 64x128, got {text!r}") from None
-    return rows, columns
 
 
 def _add_info(commands: Any) -> None:
@@ -137,13 +92,13 @@ flashtile info --json""",
     )
     call = info.add_argument_group("the call to explain")
     call.add_argument("--dtype", choices=_DTYPES, default="fp32")
-    call.add_argument("--device", type=_device, default="cpu", help="cpu (default), cuda or cuda:N")
-    call.add_argument("--heads", type=_positive, default=8, metavar="N")
-    call.add_argument("--kv-heads", type=_positive, metavar="N", help="default: as many as heads")
-    call.add_argument("--query-length", type=_positive, default=4096, metavar="N")
-    call.add_argument("--key-length", type=_positive, metavar="N", help="default: the query length")
-    call.add_argument("--head-dim", type=_positive, default=64, metavar="N")
-    call.add_argument("--value-head-dim", type=_positive, metavar="N", help="default: the head dim")
+    call.add_argument("--device", type=types.device, default="cpu", help="cpu (default), cuda or cuda:N")
+    call.add_argument("--heads", type=types.positive, default=8, metavar="N")
+    call.add_argument("--kv-heads", type=types.positive, metavar="N", help="default: as many as heads")
+    call.add_argument("--query-length", type=types.positive, default=4096, metavar="N")
+    call.add_argument("--key-length", type=types.positive, metavar="N", help="default: the query length")
+    call.add_argument("--head-dim", type=types.positive, default=64, metavar="N")
+    call.add_argument("--value-head-dim", type=types.positive, metavar="N", help="default: the head dim")
 
 
 def _info(options: argparse.Namespace) -> int:
@@ -156,9 +111,10 @@ def _info(options: argparse.Namespace) -> int:
         dtype=DTYPES[options.dtype], **{name: getattr(options, name) for name in names}
     )
     facts = machine.describe()
+    served = 1 if "\nbackend: none" in explanation else 0
     if options.json:
         print(json.dumps({**facts, "call": explanation.splitlines()}, indent=2))
-        return 0
+        return served
     versions = facts.pop("versions")
     assert isinstance(versions, dict)
     facts |= {"versions": ", ".join(f"{name} {version}" for name, version in versions.items())}
@@ -166,7 +122,7 @@ def _info(options: argparse.Namespace) -> int:
         if fact is not None:
             print(f"{name.replace('_', ' '):<16} {fact}")
     print("\n" + explanation)
-    return 0
+    return served
 
 
 def _add_check(commands: Any) -> None:
@@ -182,11 +138,11 @@ flashtile check --json > check.json && echo fine""",
     )
     check.add_argument(
         "--dtype",
-        type=_subset(_DTYPES),
+        type=types.subset(_DTYPES),
         metavar="LIST",
         help="fp32,bf16,fp16,fp64; default: all that the device has kernels for",
     )
-    check.add_argument("--device", type=_device, default="cpu", help="cpu (default), cuda or cuda:N")
+    check.add_argument("--device", type=types.device, default="cpu", help="cpu (default), cuda or cuda:N")
     check.set_defaults(refuse=check.error)
 
 
@@ -208,6 +164,57 @@ def _check(options: argparse.Namespace) -> int:
     return 0 if all(verdict.passed for verdict in verdicts) else 1
 
 
+def _add_warmup(commands: Any) -> None:
+    warmup = _command(
+        commands,
+        "warmup",
+        "compile the CPU kernels now, not at the first call; they are kept on disk",
+        _warmup,
+        """flashtile warmup
+flashtile warmup --dtype fp32,bf16
+FLASHTILE_CACHE_DIR=/opt/kernels flashtile warmup""",
+    )
+    warmup.add_argument(
+        "--dtype", type=types.subset(_DTYPES), default=["fp32", "bf16"], metavar="LIST",
+        help="some of fp32,bf16,fp16,fp64; default: fp32,bf16",
+    )  # fmt: skip
+
+
+def _warmup(options: argparse.Namespace) -> int:
+    from flashtile.bench import warmup
+
+    result = warmup.run(options.dtype)
+    print(json.dumps(result, indent=2) if options.json else warmup.report(result))
+    return 0 if result["cache_folder"] else 1
+
+
+def _add_masks(commands: Any) -> None:
+    masks = _command(
+        commands,
+        "masks",
+        "a picture of every kind of mask",
+        _masks,
+        """flashtile masks
+flashtile masks --only window --size 32""",
+        computes=False,
+    )
+    masks.add_argument("--only", metavar="NAME", help="masks whose name contains this, such as window")
+    masks.add_argument(
+        "--size", type=types.positive, default=16, metavar="N", help="rows and columns at most (default: 16)"
+    )
+    masks.set_defaults(refuse=masks.error)
+
+
+def _masks(options: argparse.Namespace) -> int:
+    from flashtile.masks import gallery
+
+    shown = [example for example in gallery.examples() if (options.only or "") in repr(example[0])]
+    if not shown:
+        options.refuse(f"--only must be part of a mask's name, got {options.only!r}")
+    print(gallery.drawn(shown, options.size))
+    return 0
+
+
 def _add_bench(commands: Any) -> None:
     bench = _command(
         commands,
@@ -222,85 +229,46 @@ flashtile bench --shape 1,32,1,128 --kv-heads 8 --key-length 8192 --json > decod
 `python -m benchmarks.cpu` in a checkout compares with other libraries, too.""",
     )
     bench.add_argument(
-        "--shape", type=_shape, action="append", metavar="B,H,S,D", help="repeatable; default: 1,8,2048,64"
+        "--shape",
+        type=types.shape,
+        action="append",
+        metavar="B,H,S,D",
+        help="repeatable; default: 1,8,2048,64",
     )
-    bench.add_argument("--kv-heads", type=_positive, metavar="N", help="default: as many as heads")
-    bench.add_argument("--key-length", type=_positive, metavar="N", help="default: the query length")
-    bench.add_argument("--dtype", type=_subset(_DTYPES), metavar="LIST", help="default: fp32,bf16,fp16")
+    bench.add_argument("--kv-heads", type=types.positive, metavar="N", help="default: as many as heads")
+    bench.add_argument("--key-length", type=types.positive, metavar="N", help="default: the query length")
+    bench.add_argument("--dtype", type=types.subset(_DTYPES), metavar="LIST", help="default: fp32,bf16,fp16")
     bench.add_argument("--causal", choices=("yes", "no", "both"), help="default: no")
     bench.add_argument(
         "--pass",
         dest="direction",
-        type=_subset(("forward", "backward")),
+        type=types.subset(("forward", "backward")),
         metavar="LIST",
         help="forward,backward; default: both",
     )
     bench.add_argument(
         "--group",
-        type=_subset(("long", "decode", "small")),
+        type=types.subset(("long", "decode", "small")),
         metavar="LIST",
         help="ready cases instead of one of your own: long,decode,small",
     )
     bench.add_argument(
-        "--against", type=_subset(("torch", "standard")), default=["torch", "standard"], metavar="LIST"
+        "--against", type=types.subset(("torch", "standard")), default=["torch", "standard"], metavar="LIST"
     )
-    bench.add_argument("--rounds", type=_positive, default=7, help="measurements of each; the median counts")
-    bench.add_argument("--seconds", type=float, default=10, help="at most about this long per case")
+    bench.add_argument(
+        "--rounds", type=types.positive, default=7, help="measurements of each; the median counts"
+    )
+    bench.add_argument(
+        "--seconds", type=types.positive_number, default=10, help="at most about this long per case"
+    )
     bench.add_argument("--no-ceilings", action="store_true", help="do not measure what the machine can do")
     bench.set_defaults(refuse=bench.error)
 
 
 def _bench(options: argparse.Namespace) -> int:
-    import torch
+    from flashtile.bench import command
 
-    from flashtile.bench import compare, machine
-
-    cases, libraries = _bench_cases(options), ["flashtile", *options.against]
-    threads = torch.get_num_threads()
-    measured = None if options.no_ceilings else compare.measure_ceilings(cases, threads)
-    results = compare.measure(cases, libraries, options.rounds, options.seconds)
-    facts = machine.describe()
-    if options.json:
-        print(json.dumps({"machine": facts, "ceilings": measured, "results": results}, indent=2))
-        return 0
-    print(f"{facts['cpu']}, {facts['threads']} threads, {facts['instruction_set']}")
-    if measured:
-        print(", ".join(f"{name.replace('_', ' ')} {value:.0f}" for name, value in measured.items() if value))
-    print(compare.report(results, measured))
-    for result in results:
-        for library, reason in result["left_out"].items():
-            print(f"  left out: {library} for {result['case']['name']}: {reason}")
-    return 0
-
-
-def _bench_cases(options: argparse.Namespace) -> list[Case]:
-    from flashtile.bench.cases import Case, all_cases
-
-    if options.group:
-        own = {"kv_heads": "--kv-heads", "key_length": "--key-length", "direction": "--pass"}
-        own |= {name: f"--{name}" for name in ("shape", "dtype", "causal")}
-        given = sorted(flag for name, flag in own.items() if getattr(options, name) is not None)
-        if given:
-            options.refuse(f"--group has sizes, dtypes and passes of its own; leave out {', '.join(given)}")
-        return [case for case in all_cases() if case.group in options.group]
-    base = [Case("shape", *shape) for shape in options.shape or [(1, 8, 2048, 64)]]
-    for case in base:
-        if case.heads % (options.kv_heads or 1):
-            options.refuse(f"--kv-heads must divide the {case.heads} heads, got {options.kv_heads}")
-    return [
-        replace(
-            case,
-            dtype=dtype,
-            causal=is_causal,
-            direction=direction,
-            kv_heads=options.kv_heads,
-            key_length=options.key_length,
-        )
-        for case in base
-        for direction in options.direction or ("forward", "backward")
-        for dtype in options.dtype or ("fp32", "bf16", "fp16")
-        for is_causal in {"yes": (True,), "both": (False, True)}.get(options.causal, (False,))
-    ]
+    return command.run(options)
 
 
 def _add_demo(commands: Any) -> None:
@@ -313,8 +281,15 @@ def _add_demo(commands: Any) -> None:
 flashtile demo --quick
 flashtile demo --output results --minutes 10""",
     )
-    demo.add_argument("--output", type=Path, default=Path("demo"), help="folder for demo.png and demo.json")
-    demo.add_argument("--minutes", type=float, default=4, help="aim for at most this long (default: 4)")
+    demo.add_argument(
+        "--output",
+        type=types.new_folder,
+        default="demo",
+        help="folder for demo.png and demo.json (default: demo)",
+    )
+    demo.add_argument(
+        "--minutes", type=types.positive_number, default=4, help="aim for at most this long (default: 4)"
+    )
     demo.add_argument(
         "--quick", action="store_true", help="small sizes: a look at everything in well under a minute"
     )
@@ -336,7 +311,7 @@ def _add_train(commands: Any) -> None:
         commands, "train", "a GPT on Hamlet or on your own text, with checkpoints, losses and a sample",
         _train, options.EXAMPLES,
     )  # fmt: skip
-    options.add_options(train, _positive, _device)
+    options.add_options(train)
     train.set_defaults(refuse=train.error)
 
 
@@ -358,22 +333,26 @@ flashtile lab --seq 8192 --blocks 128x64 --plot lab.png
 flashtile lab --trace --seq 200 --dim 16 --sram 4k
 flashtile lab --paper""",
     )
-    lab.add_argument("--seq", type=_positive, metavar="N", help="queries and keys; default: 4096, traced 256")
-    lab.add_argument("--dim", type=_positive, metavar="N", help="head_dim; default: 64")
+    lab.add_argument(
+        "--seq", type=types.positive, metavar="N", help="queries and keys; default: 4096, traced 256"
+    )
+    lab.add_argument("--dim", type=types.positive, metavar="N", help="head_dim; default: 64")
     lab.add_argument(
         "--sram",
-        type=_bytes,
+        type=types.size_in_bytes,
         metavar="BYTES",
         help="memory on the chip; default: 192k, an A100's; traced 16k",
     )
-    lab.add_argument("--blocks", type=_tile, metavar="RxC", help="tiles of so many queries and keys instead")
-    lab.add_argument("--heads", type=_positive, metavar="N", help="default: 1")
-    lab.add_argument("--batch", type=_positive, metavar="N", help="default: 1")
+    lab.add_argument(
+        "--blocks", type=types.tile, metavar="RxC", help="tiles of so many queries and keys instead"
+    )
+    lab.add_argument("--heads", type=types.positive, metavar="N", help="default: 1")
+    lab.add_argument("--batch", type=types.positive, metavar="N", help="default: 1")
     lab.add_argument("--causal", action="store_true", help="skip the tiles that a causal mask hides")
     lab.add_argument("--dtype", choices=("fp16", "bf16", "fp32"), help="default: fp16")
     lab.add_argument(
         "--cards",
-        type=_subset(("a100", "h100", "h200", "cpu")),
+        type=types.subset(("a100", "h100", "h200", "cpu")),
         metavar="LIST",
         help="a100,h100,h200,cpu; default: the first three; cpu is measured, which takes seconds",
     )

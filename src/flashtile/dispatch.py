@@ -41,11 +41,6 @@ def backend(problem: AttentionProblem, *, backward: bool = False) -> Backend:
     query = problem.query
     device_type = query.device.type
     if device_type == "cuda":
-        if problem.part is not None:
-            raise NotImplementedError(
-                "flashtile: no backend serves a part of a larger problem on a GPU, which attention over "
-                "several ranks is made of; this version has it for CPU tensors"
-            )
         reason = _kernels_refusal(
             query.device, query.dtype, query.shape[3], problem.value.shape[3], backward=backward
         )

@@ -117,6 +117,19 @@ print(len(compiled.buffer))
     assert python(calls).split() == ["0"]
 
 
+def test_compiling_is_announced_at_a_terminal_only(folder, capsys, monkeypatch):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    compilations()
+    assert "flashtile: compiling row_deltas-float32" in capsys.readouterr().err
+    compilations()  # found on disk
+    assert capsys.readouterr().err == ""
+    (path,) = folder.iterdir()
+    path.unlink()
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: False, raising=False)
+    compilations()
+    assert capsys.readouterr().err == ""
+
+
 @pytest.mark.parametrize("damage", ["empty", "short", "one byte short", "a flipped bit", "something else"])
 def test_damaged_file_is_replaced(folder, damage):
     compilations()

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from flashtile import cpu
 from flashtile.problem import AttentionProblem, Gradients, Part, compute_dtype
+from tests.cpu import decode_shapes
 from tests.options import ALL_AT_ONCE, NAMES, pairs, problem_with
 from tests.oracle import (
     assert_close_to_oracle,
@@ -96,6 +97,10 @@ def test_heads_share_keys(dtype, heads, kv_heads, query_length):
             batch=2, heads=heads, kv_heads=kv_heads, query_length=query_length, key_length=19, dtype=dtype
         )
     )
+
+
+def test_decode_in_every_shape_of_its_tiles(dtype):
+    assert decode_shapes.check(dtype) == 90
 
 
 @pytest.mark.parametrize("size", SIZES)

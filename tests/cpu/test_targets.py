@@ -48,6 +48,7 @@ import sys
 import torch
 from flashtile import cpu
 from flashtile.cpu.kinds import TARGET
+from tests.cpu import decode_shapes
 from tests.oracle import assert_close_to_oracle, random_gradients, random_problem, results_of_backend
 
 expected, dtype, *passes = sys.argv[1:]
@@ -77,13 +78,15 @@ for options in (
             cpu.forward(problem, out, actual["lse"])
         assert_close_to_oracle(actual, problem, grad_out, grad_lse)
         checked += 1
+if "decode" in passes:
+    checked += decode_shapes.check(dtype)
 print("checked", checked)
 """
 
 CASES = [
     ("avx512", "bfloat16", "forward backward decode"),
     ("avx2", "float32", "forward backward decode"),
-    ("avx2", "bfloat16", "forward backward"),
+    ("avx2", "bfloat16", "forward backward decode"),
     ("generic", "float32", "forward backward"),
     ("generic", "bfloat16", "forward backward"),
     ("generic", "float16", "forward decode"),

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from flashtile.gpu.target import Target
-from flashtile.problem import AttentionProblem, Gradients
+from flashtile.problem import AttentionProblem, Gradients, Part
 from tests.oracle import random_problem
 
 _KIB = 1024
@@ -86,7 +86,11 @@ FEATURES: dict[str, Callable[[int, int, torch.dtype], dict[str, Any]]] = {
     "causal": lambda *_: {"upper": 0},
     "bias": lambda queries, keys, dtype: {"bias": torch.zeros(2, 4, queries, keys, dtype=dtype)},
     "everything": _everything,
-}
+    "part": lambda *_: {
+        "upper": 0, "random_alibi": True, "dropout_p": 0.1, "seed": 5,
+        "part": Part(query=640, key=129, head=4, heads=12, diagonal=0),
+    },
+}  # fmt: skip
 
 
 def _forward(problem: AttentionProblem) -> None:

@@ -58,6 +58,7 @@ def chosen(architecture: str) -> list[Case]:
             Case("forward", "float16", 64, "plain"), Case("forward", dtype, 128, "bias"),
             Case("forward", dtype, 512, "causal"), Case("decode", dtype, 256, "everything"),
             Case("backward", dtype, 64, "plain"), Case("backward", dtype, 256, "causal"),
+            Case("forward", dtype, 64, "part"), Case("backward", dtype, 64, "part"),
         ]  # fmt: skip
     return cases
 

@@ -23,6 +23,7 @@ from ..cpu import simd
 from ..cpu.kinds import FLOAT32, TARGET
 from ..cpu.llvm import dot_pairs_value, fma_value
 
+READ_PREFIX = "read_gb_per_s_of_"
 CHAINS = 12  # latency x throughput of one FMA is 8 to 10 on current cores; AVX2 has 16 registers
 
 
@@ -129,7 +130,7 @@ def read_bandwidth(threads: int, size: int = 2**29) -> float:
 
 def read_name(size: int) -> str:
     """The name under which `measure` gives the bandwidth of reading `size` bytes again and again."""
-    return f"read_gb_per_s_of_{size / 2**20:g}_mib"
+    return f"{READ_PREFIX}{size / 2**20:g}_mib"
 
 
 def measure(threads: int, sizes: Iterable[int] = ()) -> dict[str, float | None]:

@@ -47,6 +47,23 @@ def measure_ceilings(cases: Iterable[Case], threads: int) -> dict[str, float | N
         return ceilings.measure(threads, sizes)
 
 
+def ceilings_line(measured: dict[str, float | None]) -> str:
+    """What the machine was measured to do at most, in words."""
+    named = {
+        "fma_gflops": "{:.0f} GFLOP/s of float32 multiply-adds (FMA)",
+        "bf16_dot_gflops": "{:.0f} GFLOP/s of bfloat16 dot products (dot)",
+        "read_gb_per_s": "{:.0f} GB/s read from memory (read)",
+    }
+    again = ceilings.READ_PREFIX  # a size in MiB that decoding reads, which a cache may hold in part
+    named |= {
+        name: "{:.0f} GB/s reading " + name.removeprefix(again).replace("_mib", " MiB again and again")
+        for name in measured
+        if name.startswith(again)
+    }
+    present = [text.format(value) for name, text in named.items() if (value := measured[name])]
+    return f"Measured ceilings: {', '.join(present)}."
+
+
 def ceiling_of(case: Case, measured: dict[str, float | None]) -> tuple[str, float]:
     """What bounds a case: bytes read for decoding, else dot products for bfloat16, else multiply-adds."""
     if case.query_length == 1:
@@ -85,4 +102,8 @@ def report(results: list[dict[str, Any]], measured: dict[str, float | None] | No
                 share_of_ceiling(case, own, measured) if own and measured else "-",
             ]
         )
-    return table(header, rows)
+    text = table(header, rows)
+    shares = [row[-1] for row in rows if row[-1] not in ("-", "")]
+    if any(int(share.partition("%")[0]) > 100 for share in shares):
+        text += "\n  more than 100%: the clock or the load changed between the two measurements"
+    return text

@@ -55,7 +55,7 @@ def run(output: Path, minutes: float = 4, quick: bool = False, quiet: bool = Fal
     say = (lambda *_: None) if quiet else print
     facts = machine.describe()
     say(styled("flashtile: exact attention in tiles", "bold"))
-    say(f"{facts['cpu']}, {facts['threads']} threads, {facts['instruction_set']}")
+    say(machine.headline(facts))
     result: dict[str, Any] = {"machine": facts, "quick": quick}
     _part(quiet, "A language model reads Hamlet: SmolLM2-135M, 30 layers, 9 heads over 3 key heads")
     result["model"] = _model(plan)
@@ -113,7 +113,7 @@ def _prefill(plan: Plan, model: Any, ids: torch.Tensor, dtype: str, until: float
             row: dict[str, Any] = {"dtype": dtype, "tokens": length}
             rows.append(row)
             if expected > max(0.0, plan.seconds_until(until)):
-                row["left_out"] = f"{expected:.0f} s"
+                row["left_out"] = f"about {expected:.0f} s"
                 continue
             times: dict[str, list[float]] = {name: [] for name in language.ATTENTIONS}
             begin = time.monotonic()

@@ -85,3 +85,9 @@ def describe() -> dict[str, object]:
         "versions": versions(),
         "commit": commit(),
     }
+
+
+def headline(facts: dict[str, object]) -> str:
+    """Processor, threads and instruction set of `describe` in one line."""
+    plural = "" if facts["threads"] == 1 else "s"
+    return f"{facts['cpu']}, {facts['threads']} thread{plural}, {facts['instruction_set']}"

@@ -54,6 +54,30 @@ def _remove_unused(place: Path) -> None:
                 file.unlink()
 
 
+def _payload(file: Path) -> bytes | None:
+    """What a file of the cache holds; None where it is missing or was cut short."""
+    try:
+        content = file.read_bytes()
+    except OSError:
+        return None
+    digest, payload = content[:32], content[32:]
+    if hashlib.sha256(payload).digest() != digest:
+        return None
+    with contextlib.suppress(OSError):
+        os.utime(file)  # used: see _remove_unused
+    return payload
+
+
+def _announce(name: str) -> None:
+    """Tells a person at a terminal why the first call takes its time."""
+    if sys.stderr is not None and sys.stderr.isatty():
+        print(
+            f"\r\x1b[2Kflashtile: compiling {name} for this processor: once, some seconds",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
 class DiskCache(_Cache):
     """What a Numba dispatcher asks for compiled code before it compiles."""
 
@@ -74,17 +98,10 @@ class DiskCache(_Cache):
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         target_context.refresh()
         file = self._file(sig)
-        if file is None:
+        payload = None if file is None else _payload(file)
+        if payload is None:
+            _announce(self._name)
             return None
-        try:
-            content = file.read_bytes()
-        except OSError:
-            return None
-        digest, payload = content[:32], content[32:]
-        if hashlib.sha256(payload).digest() != digest:  # cut short: compile and write it again
-            return None
-        with contextlib.suppress(OSError):
-            os.utime(file)  # used: see _remove_unused
         return CompileResult._rebuild(target_context, *pickle.loads(payload))
 
     def save_overload(self, sig: Any, data: Any) -> None:

@@ -16,6 +16,13 @@ def const(typ: VectorType, x: float) -> ir.Constant:
 
 
 def pointer(b: ir.IRBuilder, address: ir.Value, typ: ir.Type) -> ir.Value:
+    """The address, a sum of integers, as a pointer.
+
+    Numba optimises functions again that were prepared for machine code before. There such a sum may have
+    become a pointer of one integer plus the others, and where a caller has 0 for that integer the access is
+    undefined, and dropped. In a function with this attribute it is not.
+    """
+    set.add(b.function.attributes, "null_pointer_is_valid")  # llvmlite's own add does not know it
     return b.inttoptr(address, typ.as_pointer())
 
 

@@ -299,7 +299,9 @@ def _add_keys(
     tile = probabilities(rows, columns, visible, terms, place, MASKED, False, PRECISION)
     grad_scores, ds = score_gradients(tile, rows, columns, terms, MASKED, False, PRECISION)
     if WITH_SLOPES:
-        distance = alibi_distance(rows.position[:, None], columns.index[None, :], place.queries, place.keys)
+        distance = alibi_distance(
+            terms, rows.position[:, None], columns.index[None, :], place.queries, place.keys
+        )
         slope_sums -= tl.sum(grad_scores * distance, 1)
     if EXACT:
         grad_q = exact_product(

@@ -68,14 +68,16 @@ def row_numbers(
     row_max = tl.where(natural == float("-inf"), float("inf"), natural * LOG2_E)
     row_rest = tl.zeros((QUERIES,), tl.float32)
     large = (tl.abs(natural) > _LARGE_LSE) & (tl.abs(natural) < float("inf"))
-    if tl.max(large.to(tl.int32), 0) > 0:
-        exact_max, exact_sum = _softmax_of_rows(
-            inputs, sequences, visible, terms, place, position, inside, row, HEAD_DIM, HEAD_WIDTH, KEYS,
-            PRECISION,
-        )  # fmt: skip
-        row_max = tl.where(large, exact_max, row_max)
-        row_rest = tl.where(large, tl.log2(exact_sum), row_rest)
-        tl.store(numbers.apart, 1)
+    # Nobody knows the maxima of the whole rows that a part belongs to.
+    if terms.part is None:  # noqa: SIM102 (decided when the kernel is compiled; the next one on the device)
+        if tl.max(large.to(tl.int32), 0) > 0:
+            exact_max, exact_sum = _softmax_of_rows(
+                inputs, sequences, visible, terms, place, position, inside, row, HEAD_DIM, HEAD_WIDTH, KEYS,
+                PRECISION,
+            )  # fmt: skip
+            row_max = tl.where(large, exact_max, row_max)
+            row_rest = tl.where(large, tl.log2(exact_sum), row_rest)
+            tl.store(numbers.apart, 1)
     at = place.query_entry * numbers.batch + head.to(tl.int64) * numbers.head + row
     tl.store(numbers.row_max + at, row_max, mask=inside)
     tl.store(numbers.row_rest + at, row_rest, mask=inside)

@@ -34,6 +34,8 @@ _vjp: Any = torch.func.vjp  # annotated as if it always returned an auxiliary ou
 
 def refusal(problem: AttentionProblem) -> str | None:
     """What PyTorch's attention would compute differently, or not at all; None if it means the same."""
+    if problem.part is not None:
+        return "it computes no part of a larger problem, which attention over several ranks is made of"
     if problem.ragged:
         return "it has no packed sequences and no cache that keep their lengths on the device"
     if problem.query.dtype == torch.float64:

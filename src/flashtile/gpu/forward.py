@@ -234,7 +234,7 @@ def _forward_tile(
         if visible.mask is not None or terms.bias is not None:
             some = some | (tl.max(seen.to(tl.int32), 1) > 0)
     if terms.seed is not None:
-        kept = kept_entries(terms, sequence * heads + head, position, start, KEYS)
+        kept = kept_entries(terms, sequence, heads, head, position, start, KEYS)
         exponentials = tl.where(kept, exponentials, 0.0)
     at = key_addresses(value, sequences, key_entry, key_first, kv_head, index, existing)
     if EXACT:

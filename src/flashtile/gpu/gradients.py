@@ -221,8 +221,10 @@ def probabilities(
         p = tl.where(seen, p, 0.0)
     dropped = p
     if terms.seed is not None:
-        head_number = tl.zeros_like(rows.position) + (place.sequence * place.heads + place.head)
-        kept = kept_entries(terms, head_number, rows.position, columns.start, columns.index.shape[0])
+        head = tl.zeros_like(rows.position) + place.head
+        kept = kept_entries(
+            terms, place.sequence, place.heads, head, rows.position, columns.start, columns.index.shape[0]
+        )
         if TRANSPOSED:
             kept = tl.trans(kept)
         dropped = p * tl.where(kept, terms.keep_scale, 0.0)  # a NaN stays one

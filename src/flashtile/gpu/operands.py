@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from flashtile.dropout import keep_scale, keep_threshold, seed_tensor
-from flashtile.problem import AttentionProblem
+from flashtile.problem import AttentionProblem, Part
 
 # Beyond any position; the sum with a position still fits in int32.
 _UNBOUNDED = 2**30
@@ -68,6 +68,7 @@ class Terms(NamedTuple):
     seed: Tensor | None  # int64 (1,)
     threshold: Any  # int: the smallest random word that keeps an entry
     keep_scale: float
+    part: Part | None  # where the problem lies in a larger one
     nothing: None = None
 
 
@@ -138,6 +139,7 @@ def terms_of(problem: AttentionProblem) -> Terms:
         # No word reaches 2**32; at that probability whatever is kept counts 0.
         threshold=min(keep_threshold(problem.dropout_p), 2**32 - 1),
         keep_scale=keep_scale(problem.dropout_p),
+        part=problem.part,
     )
 
 

@@ -148,34 +148,51 @@ def tile_scores(
         scores += tl.where(scaled < _LOWEST, _LOWEST, scaled)
     if terms.slopes is not None:
         slope = tl.load(terms.slopes.start + sequence * terms.slopes.batch + head * terms.slopes.head)
-        scores -= slope * LOG2_E * alibi_distance(position, index, queries, keys)
+        scores -= slope * LOG2_E * alibi_distance(terms, position, index, queries, keys)
     return scores, capped
 
 
 @triton.jit
-def alibi_distance(position: "tl.tensor", index: "tl.tensor", queries: "tl.tensor", keys: "tl.tensor"):
-    """|i + Sk - Sq - j|: the last query stands at the last key."""
-    return tl.abs(position + (keys - queries) - index).to(tl.float32)
+def alibi_distance(
+    terms: "Terms", position: "tl.tensor", index: "tl.tensor", queries: "tl.tensor", keys: "tl.tensor"
+):
+    """|i + Sk - Sq - j|: the last query stands at the last key, of the whole if this is a part."""
+    diagonal = keys - queries
+    if terms.part is not None:
+        diagonal = terms.part.diagonal + terms.part.query - terms.part.key
+    return tl.abs(position + diagonal - index).to(tl.float32)
 
 
 @triton.jit
 def kept_entries(
     terms: "Terms",
-    head_number: "tl.tensor",
+    sequence: "tl.tensor",
+    heads: "tl.tensor",
+    head: "tl.tensor",
     position: "tl.tensor",
     key_first: "tl.tensor",
     KEYS: tl.constexpr,
 ):
-    """Which entries of a tile dropout keeps (see flashtile.dropout). One Philox call serves four keys.
+    """Which entries of a tile dropout keeps (see flashtile.dropout); head: that of every row.
 
-    head_number: batch * heads + head of every row.
+    One Philox call serves four keys, but in a part of a larger problem, where they need not begin at one that
+    four divides: there each key has its own.
     """
-    block = key_first // 4 + tl.arange(0, KEYS // 4)[None, :]
-    seed, zero = tl.load(terms.seed), tl.zeros_like(block)
-    word0, word1, word2, word3 = tl.philox(seed, block, position[:, None], head_number[:, None], zero)
-    # Two joins make keys 4 n + (0, 1, 2, 3) neighbours.
-    words = tl.join(tl.join(word0, word2), tl.join(word1, word3))
-    return tl.reshape(words, (position.shape[0], KEYS)) >= terms.threshold.to(tl.uint32)
+    seed = tl.load(terms.seed)
+    if terms.part is None:
+        block = key_first // 4 + tl.arange(0, KEYS // 4)[None, :]
+        row, number = position[:, None], (sequence * heads + head)[:, None]
+        word0, word1, word2, word3 = tl.philox(seed, block, row, number, tl.zeros_like(block))
+        # Two joins make keys 4 n + (0, 1, 2, 3) neighbours.
+        words = tl.join(tl.join(word0, word2), tl.join(word1, word3))
+        words = tl.reshape(words, (position.shape[0], KEYS))
+    else:
+        index = terms.part.key + key_first + tl.arange(0, KEYS)[None, :]
+        row, turn = (terms.part.query + position)[:, None], index % 4
+        number = (sequence * terms.part.heads + terms.part.head + head)[:, None]
+        word0, word1, word2, word3 = tl.philox(seed, index // 4, row, number, tl.zeros_like(index))
+        words = tl.where(turn == 0, word0, tl.where(turn == 1, word1, tl.where(turn == 2, word2, word3)))
+    return words >= terms.threshold.to(tl.uint32)
 
 
 @triton.jit

@@ -1,43 +1,7 @@
-"""``python -m flashtile.masks``: a picture of every mask."""
+"""``python -m flashtile.masks``: the same as ``flashtile masks``."""
 
-from flashtile.masks import (
-    causal,
-    chunks,
-    documents,
-    from_dense,
-    key_lengths,
-    key_range,
-    key_starts,
-    prefix,
-    window,
-)
-from flashtile.masks.kinds import Mask
+import sys
 
+from flashtile.cli import main
 
-def gallery() -> list[tuple[Mask, int, int]]:
-    """(mask, query_length, key_length) of one example of each kind."""
-    import torch
-
-    return [
-        (causal(), 8, 8),
-        (causal(alignment="top-left"), 5, 9),
-        (causal(alignment="bottom-right"), 5, 9),
-        (window(2, 1), 8, 8),
-        (key_lengths([5]), 8, 8),
-        (key_starts([3]), 8, 8),
-        (key_range([2], [6]), 8, 8),
-        (documents([0, 0, 0, 1, 1, 2, 2, 2]), 8, 8),
-        (causal() & documents([0, 0, 0, 1, 1, 2, 2, 2]), 8, 8),
-        (prefix([3]), 8, 8),
-        (chunks(3), 8, 8),
-        (chunks(3) & causal(), 8, 8),
-        (window(2, 0) & key_starts([2]), 8, 8),
-        (causal() & from_dense(torch.arange(8) % 3 != 1), 8, 8),
-        (causal() & window(300, 0), 1024, 1024),
-    ]
-
-
-if __name__ == "__main__":
-    for mask, query_length, key_length in gallery():
-        print(f"\n{mask!r}   {query_length} queries, {key_length} keys")
-        print(mask.draw(query_length, key_length, max_size=16))
+sys.exit(main(["masks", *sys.argv[1:]]))

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from flashtile import cli_types as types
 from flashtile.train.attentions import ATTENTIONS
 from flashtile.train.settings import PRESETS, Settings
 
@@ -22,9 +22,7 @@ The preset play learns to write like Hamlet on two cores in minutes; the others 
 GPT-3, for a large GPU. Ctrl-C saves and stops; whatever stops a run, --resume goes on to the same losses."""
 
 
-def add_options(
-    parser: argparse.ArgumentParser, positive: Callable[[str], int], device: Callable[[str], str]
-) -> None:
+def add_options(parser: argparse.ArgumentParser) -> None:
     """Options without a value are not set at all, so that presets and resumed runs know what was given."""
     parser.argument_default = argparse.SUPPRESS
     usual = Settings()
@@ -35,9 +33,14 @@ def add_options(
     add = parser.add_argument_group("the model", "defaults are those of the preset play").add_argument
     add("--preset", choices=PRESETS, help="sizes and schedule, for the options to change (default: play)")
     for name in ("layers", "width", "heads"):
-        add(f"--{name}", type=positive, metavar="N", help=default(name))
-    add("--kv-heads", type=positive, metavar="N", help="heads of keys and values; default: as many as heads")
-    add("--context", type=positive, metavar="N", help=f"tokens of a row; {default('context')}")
+        add(f"--{name}", type=types.positive, metavar="N", help=default(name))
+    add(
+        "--kv-heads",
+        type=types.positive,
+        metavar="N",
+        help="heads of keys and values; default: as many as heads",
+    )
+    add("--context", type=types.positive, metavar="N", help=f"tokens of a row; {default('context')}")
     add(
         "--dropout",
         type=float,
@@ -57,15 +60,15 @@ def add_options(
         help="UTF-8; two blank lines part documents; the last tenth is held out (default: Hamlet)",
     )  # fmt: skip
     add(
-        "--vocabulary", type=positive, metavar="N",
+        "--vocabulary", type=types.positive, metavar="N",
         help="learn byte pairs, N tokens in all (needs tokenizers); default: bytes",
     )  # fmt: skip
     add = parser.add_argument_group("the schedule").add_argument
-    add("--steps", type=positive, metavar="N", help=default("steps"))
-    add("--batch", type=positive, metavar="N", help=f"rows of a forward pass; {default('batch')}")
+    add("--steps", type=types.positive, metavar="N", help=default("steps"))
+    add("--batch", type=types.positive, metavar="N", help=f"rows of a forward pass; {default('batch')}")
     add(
         "--accumulate",
-        type=positive,
+        type=types.positive,
         metavar="N",
         help=f"forward and backward passes of a step; {default('accumulate')}",
     )
@@ -86,21 +89,21 @@ def add_options(
     add("--seed", type=int, metavar="N", help=default("seed"))
     add(
         "--validate-every",
-        type=positive,
+        type=types.positive,
         metavar="N",
         help=f"steps between losses of the held-out text; {default('validate_every')}",
     )
     add(
         "--validation-rows",
-        type=positive,
+        type=types.positive,
         metavar="N",
         help=f"rows of it at most; {default('validation_rows')}",
     )
     add = parser.add_argument_group("the run").add_argument
     add("--output", type=Path, default=Path("train"), metavar="FOLDER", help="default: train")
     add("--resume", action="store_true", default=False, help="go on with the run in --output")
-    add("--checkpoint-every", type=positive, default=100, metavar="N", help="steps (default: 100)")
-    add("--device", type=device, default="cpu", help="cpu (default), cuda or cuda:N")
+    add("--checkpoint-every", type=types.positive, default=100, metavar="N", help="steps (default: 100)")
+    add("--device", type=types.device, default="cpu", help="cpu (default), cuda or cuda:N")
     add(
         "--compile", action="store_true", default=False,
         help="torch.compile the model (on a CPU: needs a C++ compiler)",

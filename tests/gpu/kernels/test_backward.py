@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flashtile import masks
-from flashtile.problem import AttentionProblem, Gradients, compute_dtype
+from flashtile.problem import AttentionProblem, Gradients, Part, compute_dtype
 from flashtile.reference import sequence
 from tests.conftest import dtype_name
 from tests.gpu.running import DTYPES, INTERPRETED, engine, moved, on_device, results
@@ -27,7 +27,7 @@ from tests.oracle import (
     rounding_floors,
     standard_errors,
 )
-from tests.packing import packed, packed_problem
+from tests.packing import KEYS, OPTIONS, PLANES, QUERIES, packed, packed_problem
 from tests.strategies import LAYOUTS, lay_out
 
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
@@ -99,6 +99,43 @@ def test_options_together(chosen):
 @each_dtype
 def test_everything_at_once(dtype):
     check(problem_with(SIZES, dtype, *ALL_AT_ONCE))
+
+
+@pytest.mark.parametrize("first_key", [0, 1, 2, 3, 1000])
+@pytest.mark.parametrize("queries", [2, 40])
+def test_a_part_of_a_larger_problem(queries, first_key):
+    """Dropout and ALiBi count positions and heads in the whole; quads of random words start anywhere."""
+    part = Part(query=37, key=first_key, head=3, heads=9, diagonal=-5)
+    check(
+        random_problem(
+            query_length=queries, key_length=70, dropout_p=0.4, seed=-(2**50), random_alibi=True, part=part
+        )
+    )
+
+
+def test_parts_get_their_share_of_the_whole_rows():
+    """As in ring attention: keys in two parts, the LSE, output and its gradient of the whole."""
+    options = {"dropout_p": 0.3, "seed": 5, "random_alibi": True, "random_sinks": True}
+    whole = random_problem(query_length=40, key_length=90, **options)
+    grad_out, grad_lse = random_gradients(whole)
+    exact = results_by_autograd(whole, grad_out, grad_lse, torch.float64)
+    out, lse = exact["out"].to(grad_out.dtype), exact["lse"].to(grad_lse.dtype)
+    found = []
+    for first, last in ((0, 35), (35, 90)):
+        part = dataclasses.replace(
+            whole, key=whole.key[:, :, first:last], value=whole.value[:, :, first:last], sinks=None,
+            part=Part(key=first, heads=4, diagonal=50),
+        )  # fmt: skip
+        gradients = gradients_of(part)
+        engine.backward(on_device(part), *(moved(x) for x in (out, lse, grad_out, grad_lse)), gradients)
+        found.append(gradients)
+    actual = {
+        "grad_query": sum(one.query.cpu() for one in found),
+        "grad_key": torch.cat([one.key.cpu() for one in found], 2),
+        "grad_value": torch.cat([one.value.cpu() for one in found], 2),
+        "grad_alibi_slopes": sum(one.alibi_slopes.cpu() for one in found),
+    }
+    assert_close_to_oracle(actual, whole, grad_out, grad_lse)
 
 
 @pytest.mark.parametrize("broadcast", list(itertools.product((True, False), repeat=4)))
@@ -279,30 +316,11 @@ def test_rows_hidden_from_nan_everywhere():
         assert (tensor == (-math.inf if name == "lse" else 0)).all(), name
 
 
-# Few rows and many, nothing on either side.
-QUERIES = (5, 0, 70, 1, 33, 9)
-KEYS = (7, 3, 65, 0, 40, 90)
-LONGEST = (len(QUERIES), 4, max(QUERIES), max(KEYS))
-_DRAWN = torch.Generator().manual_seed(1)
-PACKED_OPTIONS = {
-    "plain": {},
-    "causal": {"mask": masks.causal(alignment="bottom-right")},
-    "window": {"mask": masks.window(20, 4, alignment="top-left")},
-    "softcap and scale": {"softcap": 3.0, "scale": -0.7},
-    "sinks": {"sinks": torch.tensor([0.3, -2.0, 4.0, 0.0])},
-    "slopes": {"alibi_slopes": torch.rand(LONGEST[:2], generator=_DRAWN)},
-    "slopes for all": {"alibi_slopes": torch.rand(1, 4, generator=_DRAWN)},
-    "bias": {"bias": torch.randn(1, *LONGEST[1:], generator=_DRAWN)},
-    "bias of each": {"bias": torch.randn(LONGEST, generator=_DRAWN)},
-    "bias of keys": {"bias": torch.randn(1, 4, 1, LONGEST[3], generator=_DRAWN)},
-    "bias beyond the longest": {"bias": torch.randn(1, 1, LONGEST[2] + 40, LONGEST[3] + 9, generator=_DRAWN)},
-    "dense": {"mask": torch.rand(LONGEST, generator=_DRAWN) < 0.7},
-}
 SMALL = ("bias", "alibi_slopes", "sinks")
 
 
 @pytest.mark.parametrize("dtype", DTYPES[:1] if INTERPRETED else DTYPES, ids=dtype_name)
-@pytest.mark.parametrize("options", PACKED_OPTIONS.values(), ids=PACKED_OPTIONS)
+@pytest.mark.parametrize("options", (OPTIONS | PLANES).values(), ids=OPTIONS | PLANES)
 def test_packed_sequences(dtype, options):
     options = {name: value.to(dtype) if name == "bias" else value for name, value in options.items()}
     problem = packed_problem(*packed(QUERIES, KEYS, dtype=dtype, value_head_dim=24), **options)

@@ -18,7 +18,7 @@ from tests.gpu.running import DTYPES, INTERPRETED, check, engine, moved, on_devi
 from tests.nonfinite import MASKS, check_infinity, check_nan, masked_problem
 from tests.options import ALL_AT_ONCE, NAMES, pairs, problem_with
 from tests.oracle import assert_close_to_oracle, random_problem
-from tests.packing import packed, packed_problem
+from tests.packing import KEYS, OPTIONS, QUERIES, packed, packed_problem
 from tests.strategies import LAYOUTS, lay_out
 
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
@@ -279,25 +279,8 @@ def test_rows_hidden_from_nan_everywhere(queries):
     assert (found["lse"] == -math.inf).all()
 
 
-# Few rows and many, nothing on either side.
-QUERIES = (5, 0, 70, 1, 33, 9)
-KEYS = (7, 3, 65, 0, 40, 90)
-LONGEST = (len(QUERIES), 4, max(QUERIES), max(KEYS))
-_DRAWN = torch.Generator().manual_seed(1)
-PACKED_OPTIONS = {
-    "plain": {},
-    "causal": {"mask": masks.causal(alignment="bottom-right")},
-    "window": {"mask": masks.window(20, 4, alignment="top-left")},
-    "softcap and scale": {"softcap": 3.0, "scale": -0.7},
-    "sinks": {"sinks": torch.tensor([0.3, -2.0, 4.0, 0.0])},
-    "slopes": {"alibi_slopes": torch.rand(LONGEST[:2], generator=_DRAWN)},
-    "bias": {"bias": torch.randn(1, *LONGEST[1:], generator=_DRAWN)},
-    "dense": {"mask": torch.rand(LONGEST, generator=_DRAWN) < 0.7},
-}
-
-
 @each_dtype
-@pytest.mark.parametrize("options", PACKED_OPTIONS.values(), ids=PACKED_OPTIONS)
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_packed_sequences(dtype, options):
     options = {name: value.to(dtype) if name == "bias" else value for name, value in options.items()}
     problem = packed_problem(*packed(QUERIES, KEYS, dtype=dtype, value_head_dim=24), **options)
