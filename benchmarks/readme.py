@@ -72,6 +72,7 @@ def fill_errors(text: str, found: dict[str, Any]) -> str:
 
 
 def between(text: str, begin: str, end: str, body: str) -> str:
+    """The text with a new body between two marks in it; raises ValueError where they are missing."""
     before, found_begin, rest = text.partition(begin)
     _, found_end, after = rest.partition(end)
     if not found_begin or not found_end:

@@ -15,7 +15,9 @@ import flashtile
 from flashtile import cli
 
 
-@pytest.mark.parametrize("command", ["info", "check", "warmup", "masks", "bench", "demo", "lab", "explain"])
+@pytest.mark.parametrize(
+    "command", ["info", "check", "warmup", "masks", "bench", "demo", "train", "lab", "explain"]
+)
 def test_help_has_examples(command, capsys):
     with pytest.raises(SystemExit) as stop:
         cli.main([command, "--help"])

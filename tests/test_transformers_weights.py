@@ -13,6 +13,7 @@ import torch
 import transformers as hf
 from torch import Tensor
 
+from examples import finetune_smollm2
 from flashtile.bench import language
 from tests.tiny_models import assert_as_exact_as_eager, cache_argument, recorded_intervals
 
@@ -63,6 +64,13 @@ def test_perplexity(model, text):
     assert len(calls) == 30
     assert 5 < eager < 60
     assert ours == pytest.approx(eager, rel=1e-5)
+
+
+def test_fine_tuning_has_the_losses_of_sdpa(model, text, capsys):
+    """Two steps on the same tokens: examples/finetune_smollm2.py, whose own checks are the test."""
+    found = finetune_smollm2.compare(copy.deepcopy(model), text[:, :64], rate=1e-5)
+    assert len(found["flashtile"]) == 2
+    assert "the same within" in capsys.readouterr().out
 
 
 def prompts(tokenizer: Any) -> Any:

@@ -51,6 +51,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_masks(commands)
     _add_bench(commands)
     _add_demo(commands)
+    _add_train(commands)
     _add_lab(commands)
     _add_explain(commands)
     return parser
@@ -300,6 +301,23 @@ def _demo(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(result, indent=2))
     return 0 if result["agrees"] else 1
+
+
+def _add_train(commands: Any) -> None:
+    from flashtile.train import options
+
+    train = _command(
+        commands, "train", "a GPT on Hamlet or on your own text, with checkpoints, losses and a sample",
+        _train, options.EXAMPLES,
+    )  # fmt: skip
+    options.add_options(train)
+    train.set_defaults(refuse=train.error)
+
+
+def _train(options: argparse.Namespace) -> int:
+    from flashtile.train import command
+
+    return command.run(options)
 
 
 def _add_lab(commands: Any) -> None:

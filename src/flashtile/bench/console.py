@@ -70,6 +70,11 @@ class Progress:
         line = f"{self.title} {bar(self.done / self.total, 24)} {self.done}/{self.total} {left}  {label}"
         print(f"\r\x1b[2K{line[: self._columns()]}", end="", file=sys.stderr, flush=True)
 
+    def clear(self) -> None:
+        """Take the bar away until the next step, for a line of text."""
+        if self.shown:
+            print("\r\x1b[2K", end="", file=sys.stderr, flush=True)
+
     @staticmethod
     def _columns() -> int:
         try:
@@ -83,5 +88,4 @@ class Progress:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self.shown:
-            print("\r\x1b[2K", end="", file=sys.stderr, flush=True)
+        self.clear()
