@@ -87,7 +87,8 @@ def report(shapes: list[Shape], cluster: Cluster) -> str:
     """All tables, as Markdown."""
     heads = {(shape.heads, shape.kv_heads): shape for shape in shapes}
     parts = [
-        f"{cluster.card.name}, {100 * cluster.efficiency:.0f}% of its peak, {cluster.node} GPUs in a node.",
+        f"{cluster.card.name}, {100 * cluster.efficiency:.0f}% of its peak, {cluster.node} GPUs in a node; "
+        "causal, zigzag.",
         "**Tokens on each GPU from which on, forward**",
         tokens_table(list(heads.values()), cluster),
     ]

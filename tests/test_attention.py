@@ -319,11 +319,8 @@ REFUSALS = [
     ),
     ({"query": normal(2, 4, 9, 8).to_sparse()}, TypeError, r"query must be a dense \(strided\) tensor"),
     ({"mask": "causal"}, TypeError, r"mask must be a flashtile.Mask or a bool tensor, got str"),
-    (
-        {"mask": masks.causal},
-        TypeError,
-        r"got the function causal; call it, as in flashtile.masks.causal\(\)",
-    ),
+    ({"mask": masks.causal}, TypeError, r"got the function itself; call it, as in masks.causal\("),
+    ({"mask": lambda b, h, i, j: i >= j}, TypeError, r"got function; functions of positions are not"),
     ({"mask": torch.zeros(9, 7)}, TypeError, r"mask must be .*got a torch.float32 tensor; pass .* as bias"),
     ({"mask": torch.ones(2, 7).long()}, TypeError, r"mask must be .*make mask.bool\(\)\[:, None, None\]"),
     (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import pickle
 import subprocess
@@ -333,6 +334,12 @@ class TestPictures:
         axes = (causal() & window(3)).plot(8)
         assert axes.get_title() == "causal() & window(3, None)"
         assert axes.images[0].get_array().shape == (8, 8)
+
+    def test_picture_of_the_docs(self, tmp_path):
+        pytest.importorskip("matplotlib")
+        mask_pictures = importlib.import_module("scripts.mask_pictures")
+        mask_pictures.main(tmp_path / "masks.png")
+        assert (tmp_path / "masks.png").read_bytes().startswith(b"\x89PNG")
 
     def test_gallery_runs(self):
         shown = subprocess.run(

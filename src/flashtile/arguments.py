@@ -8,6 +8,7 @@ from typing import NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
+from flashtile import masks
 from flashtile.dropout import draw_seed, filled_seed
 from flashtile.masks import Intervals, Mask
 from flashtile.masks.lengths import Lengths
@@ -189,8 +190,10 @@ def checked_intervals(
 def _checked_mask(mask: object, query: Tensor, sizes: Sizes, three_dims: bool) -> Tensor:
     if not isinstance(mask, Tensor):
         got = type(mask).__name__
-        if callable(mask):
-            got = f"the function {getattr(mask, '__name__', got)}; call it, as in flashtile.masks.causal()"
+        if any(mask is one for one in vars(masks).values()):
+            got = f"the function itself; call it, as in masks.{getattr(mask, '__name__', got)}(...)"
+        elif callable(mask):
+            got += "; functions of positions are not supported, but masks.from_dense takes what they give"
         raise TypeError(f"mask must be a flashtile.Mask or a bool tensor, got {got}")
     if mask.dtype != torch.bool:
         hint = (

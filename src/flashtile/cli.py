@@ -1,7 +1,7 @@
 """The command line: `flashtile COMMAND`, also `python -m flashtile COMMAND`.
 
-Results go to stdout (text, or JSON with --json), progress to stderr. Exit codes: 0 fine, 1 a check failed,
-2 wrong arguments, 130 interrupted.
+Results go to stdout (text, or JSON with --json), progress to stderr. Exit codes: 0 fine, 1 not fine (when, says
+--help of the command), 2 wrong arguments, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def _add_info(commands: Any) -> None:
     info = _command(
         commands,
         "info",
-        "instruction set, threads, versions, cache folder, and what serves a call",
+        "instruction set, threads, versions, and what serves a call; exit code 1 if nothing does",
         _info,
         """flashtile info
 flashtile info --dtype bf16 --heads 32 --kv-heads 8 --query-length 1 --key-length 8192 --head-dim 128
@@ -110,10 +110,10 @@ def _info(options: argparse.Namespace) -> int:
         dtype=DTYPES[options.dtype], **{name: getattr(options, name) for name in names}
     )
     facts = machine.describe()
-    served = 1 if "\nbackend: none" in explanation else 0
+    code = 1 if dispatch.UNSERVED in explanation.splitlines() else 0
     if options.json:
         print(json.dumps({**facts, "call": explanation.splitlines()}, indent=2))
-        return served
+        return code
     versions = facts.pop("versions")
     assert isinstance(versions, dict)
     facts |= {"versions": ", ".join(f"{name} {version}" for name, version in versions.items())}
@@ -121,7 +121,7 @@ def _info(options: argparse.Namespace) -> int:
         if fact is not None:
             print(f"{name.replace('_', ' '):<16} {fact}")
     print("\n" + explanation)
-    return served
+    return code
 
 
 def _add_check(commands: Any) -> None:
@@ -167,7 +167,7 @@ def _add_warmup(commands: Any) -> None:
     warmup = _command(
         commands,
         "warmup",
-        "compile the CPU kernels now, not at the first call; they are kept on disk",
+        "compile the CPU kernels now, not at the first call; exit code 1 if they cannot be kept on disk",
         _warmup,
         """flashtile warmup
 flashtile warmup --dtype fp32,bf16
@@ -207,7 +207,8 @@ flashtile masks --only window --size 32""",
 def _masks(options: argparse.Namespace) -> int:
     from flashtile.masks import gallery
 
-    shown = [example for example in gallery.examples() if (options.only or "") in repr(example[0])]
+    wanted = (options.only or "").lower()
+    shown = [example for example in gallery.examples() if wanted in repr(example[0])]
     if not shown:
         options.refuse(f"--only must be part of a mask's name, got {options.only!r}")
     print(gallery.drawn(shown, options.size))

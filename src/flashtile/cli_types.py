@@ -86,12 +86,11 @@ def thread_count(text: str) -> int:
 
 
 def new_folder(text: str) -> Path:
-    """An argparse type: a folder to write into, made now if it is not there."""
-    folder = Path(text)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} cannot be made: {error.strerror}") from error
-    if not os.access(folder, os.W_OK):
-        raise argparse.ArgumentTypeError(f"expected a folder that can be written to, got {text!r}")
-    return folder
+    """An argparse type: a folder to write into, which is there or can be made."""
+    folder = Path(text).absolute()
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        raise argparse.ArgumentTypeError(
+            f"expected a folder to write into, got {text!r}: {there} is none that can be written to"
+        )
+    return Path(text)

@@ -34,6 +34,7 @@ class Backend(Protocol):
 # ROCm's devices are "cuda" in torch, too.
 _MODULES = {"cpu": "flashtile.cpu", "cuda": "flashtile.gpu.engine"}
 _loaded: dict[str, Backend] = {}
+UNSERVED = "backend: none"  # the line of an explanation
 
 
 def backend(problem: AttentionProblem, *, backward: bool = False) -> Backend:
@@ -83,6 +84,19 @@ def check_device(device: torch.device) -> None:
         raise NotImplementedError(f"flashtile: {unserved_reason(device.type)}")
 
 
+def check_part(
+    device: torch.device, dtype: torch.dtype, head_dim: int, value_head_dim: int, *, backward: bool
+) -> None:
+    """Raise NotImplementedError with the reason where no backend serves parts of such a problem."""
+    check_device(device)
+    if device.type == "cuda":
+        reason = _kernels_refusal(device, dtype, head_dim, value_head_dim, backward=backward)
+        if reason is not None:
+            raise NotImplementedError(
+                f"flashtile: attention over several ranks needs the kernels, which cannot serve it: {reason}"
+            )
+
+
 def unserved_reason(device_type: str) -> str | None:
     """Why no backend serves tensors on this kind of device, or None when one does."""
     if device_type == "cuda" and not torch.cuda.is_available():
@@ -109,6 +123,8 @@ def explain(
 ) -> str:
     """Say in words which backend would serve such a call, and why (one line per fact).
 
+    The second line is ``UNSERVED`` where none would.
+
     Sizes as in ``flashtile.attention``: query (B, heads, query_length, head_dim), key (B, kv_heads,
     key_length, head_dim), value (B, kv_heads, key_length, value_head_dim). Nothing is computed or compiled.
     """
@@ -122,7 +138,7 @@ def explain(
     ]
     problems = _refusals(device, dtype, heads, kv_heads, head_dim, value_head_dim)
     if problems:
-        return "\n".join([*lines, "backend: none", *(f"  - {problem}" for problem in problems)])
+        return "\n".join([*lines, UNSERVED, *(f"  - {problem}" for problem in problems)])
     if device.type == "cuda":
         lines += _gpu_facts(device, dtype, head_dim, value_head_dim)
     else:

@@ -68,14 +68,11 @@ def _payload(file: Path) -> bytes | None:
     return payload
 
 
-def _announce(name: str) -> None:
+def _announce(name: str, file: Path | None) -> None:
     """Tells a person at a terminal why the first call takes its time."""
     if sys.stderr is not None and sys.stderr.isatty():
-        print(
-            f"\r\x1b[2Kflashtile: compiling {name} for this processor: once, some seconds",
-            file=sys.stderr,
-            flush=True,
-        )
+        often = "in every process, since no folder can keep it" if file is None else "once"
+        print(f"\rflashtile: compiling {name} for this processor ({often})", file=sys.stderr, flush=True)
 
 
 class DiskCache(_Cache):
@@ -100,7 +97,7 @@ class DiskCache(_Cache):
         file = self._file(sig)
         payload = None if file is None else _payload(file)
         if payload is None:
-            _announce(self._name)
+            _announce(self._name, file)
             return None
         return CompileResult._rebuild(target_context, *pickle.loads(payload))
 

@@ -4,4 +4,5 @@ import sys
 
 from flashtile.cli import main
 
-sys.exit(main(["masks", *sys.argv[1:]]))
+if __name__ == "__main__":
+    sys.exit(main(["masks", *sys.argv[1:]]))

@@ -128,7 +128,8 @@ def _checked(
     query, key, value, _ = checked_inputs(query, key, value, None)
     if query.dim() != 4:
         raise ValueError(f"query must be (batch, heads, length, head_dim), got {shape_of(query)}")
-    dispatch.check_device(query.device)
+    backward = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
+    dispatch.check_part(query.device, query.dtype, query.shape[3], value.shape[3], backward=backward)
     checked_layout(layout)
     mask, softcap, dropout_p = options.get("mask"), options.get("softcap"), options.get("dropout_p", 0.0)
     if mask is not None and not isinstance(mask, Mask | Tensor):
