@@ -1,7 +1,7 @@
 """The command line: `flashtile COMMAND`, also `python -m flashtile COMMAND`.
 
-Results go to stdout (text, or JSON with --json), progress to stderr. Exit codes: 0 fine, 1 not fine (when, says
---help of the command), 2 wrong arguments, 130 interrupted.
+Results go to stdout (text, or JSON with --json), progress to stderr. Exit codes: 0 fine, 1 not fine (see the
+--help of a command), 2 wrong arguments, 130 interrupted.
 """
 
 from __future__ import annotations
