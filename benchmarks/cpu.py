@@ -99,10 +99,9 @@ def measure_memory(quick: bool) -> dict[str, list[dict[str, float]]]:
             base = Case("memory", 1, 2, 0, 64, direction=direction)
             cases = [replace(base, query_length=length) for length in lengths]
             grown = memory.measure(library, cases)
-            results = [(1 if direction == "forward" else 3) * 4 * 2 * length * 64 for length in lengths]
             answer[f"{library} {direction}"] = [
-                {"length": length, "mib": (bytes_ - result) / 2**20}
-                for length, bytes_, result in zip(lengths, grown, results, strict=True)
+                {"length": case.query_length, "mib": (bytes_ - case.result_bytes) / 2**20}
+                for case, bytes_ in zip(cases, grown, strict=True)
             ]
     return answer
 

@@ -425,7 +425,7 @@ REFUSALS = [
     (
         {"key": NEW, "cache_lengths": 3},
         ValueError,
-        "value must be given together with the other of key and value",
+        "key and value must be given together, got None for value",
     ),
     ({"key": NEW, "value": NEW}, ValueError, "cache_lengths must say where key and value are to be written"),
     (
@@ -458,7 +458,7 @@ REFUSALS = [
         ValueError,
         r"key must be .* = \(2, 2, new length, 8\), got shape \(2, 3, 8\)",
     ),
-    ({"rotary_cos": torch.rand(9, 4)}, ValueError, "rotary_sin must be given together with the other"),
+    ({"rotary_cos": torch.rand(9, 4)}, ValueError, "rotary_cos and rotary_sin must be given together, got None for rotary_sin"),
     (
         {"rotary_cos": torch.rand(9, 4), "rotary_sin": torch.rand(9, 4)},
         ValueError,

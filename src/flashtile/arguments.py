@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import NamedTuple, NoReturn
 
 import torch
@@ -266,21 +267,46 @@ def check_device(name: str, tensor: Tensor, query: Tensor) -> None:
         raise ValueError(f"{name} must be on the device of query, {query.device}, got {tensor.device}")
 
 
+# What other attention functions call it.
+_OTHER_NAMES = {
+    "is_causal": "mask=masks.causal()",
+    "causal": "mask=masks.causal()",
+    "attn_mask": "mask=, where True means that a query sees the key, or bias= for numbers to add",
+    "attention_mask": "mask=masks.key_lengths(...) or masks.key_starts(...) for padding",
+    "enable_gqa": "nothing: key heads are shared where there are fewer of them",
+    "softmax_scale": "scale=",
+    "window_size": "mask=masks.window(left, right)",
+    "return_attn_probs": "return_lse=True; nobody has the probabilities",
+}
+
+
+def refuse_unknown(function: str, unknown: Mapping[str, object]) -> NoReturn:
+    """Raises the TypeError of an argument that does not exist, with the name of what may be meant."""
+    name = next(iter(unknown))
+    hint = f"; say {_OTHER_NAMES[name]}" if name in _OTHER_NAMES else ""
+    raise TypeError(f"{function}() got an unexpected keyword argument {name!r}{hint}")
+
+
 def _check_number(name: str, number: object, *, above: float = -math.inf) -> None:
     # A compiled graph may hold a number as a symbol, whose value nobody can ask for.
     if torch.compiler.is_compiling() or isinstance(number, (torch.SymInt, torch.SymFloat)):
         return
     if isinstance(number, bool) or not isinstance(number, (int, float)):
-        raise TypeError(f"{name} must be a float, got {type(number).__name__}")
+        raise TypeError(f"{name} must be a Python float, got {_kind_of(number)}")
     if not (math.isfinite(number) and number > above):
         bound = f" and above {above:g}" if above > -math.inf else ""
         raise ValueError(f"{name} must be finite{bound}, got {number}")
 
 
+def _kind_of(number: object) -> str:
+    kind = type(number)
+    return f"{kind.__module__}.{kind.__name__}" if kind.__module__ in ("numpy", "torch") else kind.__name__
+
+
 def checked_seed(dropout_p: object, seed: object, device: torch.device) -> Tensor | None:
     """The seed as an int64 tensor of one element (drawn here if there is none), None without dropout."""
     if isinstance(dropout_p, bool) or not isinstance(dropout_p, (int, float)):
-        raise TypeError(f"dropout_p must be a float, got {type(dropout_p).__name__}")
+        raise TypeError(f"dropout_p must be a Python float, got {_kind_of(dropout_p)}")
     if not 0.0 <= dropout_p <= 1.0:
         raise ValueError(f"dropout_p must be between 0 and 1, got {dropout_p}")
     if isinstance(seed, Tensor):

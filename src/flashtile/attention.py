@@ -7,7 +7,14 @@ from typing import Literal, overload
 from torch import Tensor
 
 from flashtile import torch_ops
-from flashtile.arguments import Sizes, checked_inputs, checked_intervals, checked_options, checked_seed
+from flashtile.arguments import (
+    Sizes,
+    checked_inputs,
+    checked_intervals,
+    checked_options,
+    checked_seed,
+    refuse_unknown,
+)
 from flashtile.masks import Intervals, Mask
 from flashtile.masks.lengths import Uniform
 from flashtile.problem import AttentionProblem, default_scale
@@ -61,6 +68,7 @@ def attention(
     dropout_p: float = 0.0,
     seed: int | Tensor | None = None,
     return_lse: bool = False,
+    **unknown: object,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention in tiles, forward and backward, with memory linear in the lengths.
 
@@ -101,6 +109,8 @@ def attention(
         ValueError: a wrong shape, device or value.
         NotImplementedError: no backend serves the device.
     """
+    if unknown:
+        refuse_unknown("attention", unknown)
     query, key, value, bias = checked_inputs(query, key, value, bias)
     three_dims = query.dim() == 3
     if three_dims:

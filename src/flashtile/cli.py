@@ -291,7 +291,9 @@ flashtile demo --output results --minutes 10""",
         "--minutes", type=types.positive_number, default=4, help="aim for at most this long (default: 4)"
     )
     demo.add_argument(
-        "--quick", action="store_true", help="small sizes: a look at everything in well under a minute"
+        "--quick",
+        action="store_true",
+        help="small sizes: a look at everything in about a minute, once kernels are compiled",
     )
 
 

@@ -293,7 +293,7 @@ def _checked_append(
     """
     if (key is None) != (value is None):
         missing = "key" if key is None else "value"
-        raise ValueError(f"{missing} must be given together with the other of key and value, got None")
+        raise ValueError(f"key and value must be given together, got None for {missing}")
     new = 0
     if key is not None and value is not None:
         if full:
@@ -364,7 +364,7 @@ def _checked_rotary(
 ) -> tuple[Tensor, Tensor]:
     if cos is None or sin is None:
         missing = "rotary_cos" if cos is None else "rotary_sin"
-        raise ValueError(f"{missing} must be given together with the other of the two, got None")
+        raise ValueError(f"rotary_cos and rotary_sin must be given together, got None for {missing}")
     rotary.check_tables(query, cos, sin, ("rotary_cos", "rotary_sin"))
     length = query.shape[2]
     if values_known(total) and total.numel():

@@ -56,6 +56,13 @@ class Case:
         kv_heads = self.kv_heads or self.heads
         return 2 * self.batch * kv_heads * self.keys * self.head_dim * DTYPES[self.dtype].itemsize
 
+    @property
+    def result_bytes(self) -> int:
+        """Bytes of what a pass returns: the output, or the gradients of query, key and value."""
+        of_query = self.batch * self.heads * self.query_length * self.head_dim
+        size = DTYPES[self.dtype].itemsize
+        return size * of_query if self.direction == "forward" else size * of_query + self.key_value_bytes
+
     def inputs(self, seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """query, key, value and the gradient of the output: standard normal, the same for every library."""
         generator = torch.Generator().manual_seed(seed)

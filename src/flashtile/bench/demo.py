@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from flashtile.bench import ceilings, language, machine, memory, runs
+from flashtile.bench import ceilings, language, machine, memory, runs, warmup
 from flashtile.bench.cases import DTYPES, Case
 from flashtile.bench.console import Progress, bar, heading, styled, table
 from flashtile.bench.timing import Timing, format_seconds, interleave
@@ -57,6 +57,9 @@ def run(output: Path, minutes: float = 4, quick: bool = False, quiet: bool = Fal
     say(styled("flashtile: exact attention in tiles", "bold"))
     say(machine.headline(facts))
     result: dict[str, Any] = {"machine": facts, "quick": quick}
+    _part(quiet, "Kernels: compiled once for this processor, then kept on disk")
+    result["kernels"] = warmup.run(DTYPES)
+    say(warmup.report(result["kernels"]))
     _part(quiet, "A language model reads Hamlet: SmolLM2-135M, 30 layers, 9 heads over 3 key heads")
     result["model"] = _model(plan)
     say(model_report(result["model"]))
@@ -67,7 +70,10 @@ def run(output: Path, minutes: float = 4, quick: bool = False, quiet: bool = Fal
     result["ceilings"] = ceilings.measure(torch.get_num_threads())
     result["speed"] = _speed(plan)
     say(speed_report(result["speed"], result["ceilings"]))
-    _part(quiet, "Memory: most that a forward pass needs beyond its inputs, (1, 2, S, 64) float32")
+    _part(
+        quiet,
+        "Memory: most that a forward pass needs beyond its inputs and its result, (1, 2, S, 64) float32",
+    )
     result["memory"] = _memory(plan)
     say(memory_report(result["memory"]))
     result["seconds"] = round(time.monotonic() - plan.start, 1)
@@ -243,7 +249,7 @@ def _memory(plan: Plan) -> dict[str, list[dict[str, Any]]]:
             cases = [case for case in cases if not runs.left_out(library, case, machine.memory_bytes() // 2)]
             grown = memory.measure(library, cases)
             answer[library] = [
-                {"length": case.query_length, "mib": bytes_ / MIB}
+                {"length": case.query_length, "mib": (bytes_ - case.result_bytes) / MIB}
                 for case, bytes_ in zip(cases, grown, strict=True)
             ]
     return answer

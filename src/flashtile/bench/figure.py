@@ -29,7 +29,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
     _prefill(prefill, result["model"])
     _speed(speed, result["speed"], result["ceilings"])
     draw_memory(memory, result["memory"])
-    _titled(memory, "Memory of a forward pass beyond its inputs (MiB, lower is better)")
+    _titled(memory, "Memory of a forward pass beyond inputs and result (MiB, lower is better)")
     _exactness(exactness, result["exactness"])
     figure.savefig(path, dpi=120)
 

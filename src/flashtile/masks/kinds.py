@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from torch import Tensor
@@ -109,6 +109,16 @@ class Mask(ABC):
 
     def __rand__(self, other: Tensor) -> Mask:
         return from_dense(other) & self if isinstance(other, Tensor) else NotImplemented
+
+    def __or__(self, other: object) -> NoReturn:
+        raise TypeError(
+            "masks combine with & only: a union is no interval of keys; masks.from_dense takes bool tensors"
+        )
+
+    def __invert__(self) -> NoReturn:
+        raise TypeError(
+            "a Mask cannot be inverted: the rest is no interval of keys; masks.from_dense takes bool tensors"
+        )
 
     def __bool__(self) -> bool:
         # `causal() and window(3)` would be window(3) alone.
