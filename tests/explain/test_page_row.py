@@ -128,6 +128,7 @@ def test_what_is_no_number_is_named_and_nothing_is_shown(opened, kind, written, 
     ("kind", "written", "why"),
     [
         ("score", "1e301", "Its size may be 1e300 at most."),
+        ("score", "-1e400", "Its size may be 1e300 at most."),  # hides no key
         ("value", "-1e151", "Its size may be 1e150 at most."),
         ("score", "1,000", "Its comma may separate thousands: use a decimal point, or leave it out."),
         ("value", "-12,345,678", "Its comma may separate thousands: use a decimal point, or leave it out."),

@@ -51,8 +51,8 @@ class Recorder(Memory):
     """A memory that keeps a list of what happens.
 
     ``inputs`` are the matrices that are there before, by name; ``created`` names those that the pass makes.
-    The recorder of a backward pass comes ``after`` that of the forward pass, whose matrices it reads. A matrix
-    is known by its addresses: several may be parts of one tensor, but share none of it (ValueError).
+    The recorder of a backward pass comes ``after`` that of the forward pass, whose matrices it reads.
+    Matrices are known by their addresses: they may be parts of one tensor, but share none of it (ValueError).
     """
 
     def __init__(

@@ -9,16 +9,16 @@ const THOUSANDS = /\b[1-9]\d{0,2}(,\d{3})+(?!\d)/; // or decimals: 1,000 has two
  * `value` is null for anything else; `why` then says more, where there is more to say.
  */
 function parseNumber(written, kind) {
-  if (THOUSANDS.test(written)) return { value: null, why: text("number.comma") };
-  const value = withoutThousands(written, kind === "score");
-  if (value === null || Math.abs(value) <= LARGEST[kind] || (kind === "score" && value === -Infinity)) return { value };
-  const why = text("number.large", { largest: String(LARGEST[kind]).replace("+", "") });
-  return { value: null, why };
+  const plain = written.trim().toLowerCase().replaceAll("−", "-");
+  if (kind === "score" && ["-inf", "-infinity", "-∞"].includes(plain)) return { value: -Infinity };
+  if (THOUSANDS.test(plain)) return { value: null, why: text("number.comma") };
+  const value = valueOf(plain.replace(",", "."));
+  if (value === null || Math.abs(value) <= LARGEST[kind]) return { value };
+  return { value: null, why: text("number.large", { largest: String(LARGEST[kind]).replace("+", "") }) };
 }
 
-function withoutThousands(written, mayHide) {
-  const plain = written.trim().toLowerCase().replaceAll("−", "-").replace(",", ".");
-  if (mayHide && ["-inf", "-infinity", "-∞"].includes(plain)) return -Infinity;
+/** A number or ln of one; null for anything else. */
+function valueOf(plain) {
   const found = /^(ln\s*\(?\s*)?([+-]?(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?)(\s*\))?$/.exec(plain);
   if (!found || (found[3] && !found[1]?.includes("(")) || (found[1]?.includes("(") && !found[3])) return null;
   const number = Number(found[2]);
