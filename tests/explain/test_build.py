@@ -17,7 +17,7 @@ from flashtile.explain import code, data, page
 from flashtile.lab import flash2, theory
 from flashtile.lab.algorithms import band
 from flashtile.lab.occupancy import Occupancy, exchanged_by_warps, occupancy
-from flashtile.lab.recording import record
+from flashtile.lab.recording import CREATED, Recorder, record
 
 ROOT = Path(__file__).parents[2]
 MARKUP = {"var", "code", "wbr"}
@@ -65,6 +65,36 @@ def test_a_recording_names_rows_and_tiles():
 
 
 @pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("flsh", "forward", 1, 1), "algorithm must be one of standard, flash1, flash2, got 'flsh'"),
+        (("flash2", "fwd", 1, 1), "direction must be one of forward, backward, got 'fwd'"),
+        (("flash2", "forward", 0, 1), "length must be at least 1, got 0"),
+        (("flash2", "forward", 1, 0), "head_dim must be at least 1, got 0"),
+    ],
+)
+def test_record_refuses(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        record(*arguments, lab.Blocks(1, 1))
+
+
+def test_a_recorder_tells_parts_of_one_tensor_apart():
+    query, key, value = torch.randn(3, 4, 2, dtype=torch.float64)
+    recorder = Recorder({"Q": query, "K": key, "V": value}, CREATED["flash2", "forward"])
+    flash2.forward(query, key, value, lab.Blocks(2, 2), lab.Setting(scale=1.0), recorder)
+    assert recorder.events == record("flash2", "forward", 4, 2, lab.Blocks(2, 2)).events
+
+
+def test_a_recorder_refuses_what_it_cannot_tell_apart():
+    both = torch.randn(5, 2)
+    with pytest.raises(ValueError, match="inputs must share no memory, got Q and K that do"):
+        Recorder({"Q": both[:3], "K": both[2:]}, ())
+    recorder = Recorder({"Q": both[:3]}, ())
+    with pytest.raises(ValueError, match=r"must be a part of inputs .* got one of shape \(2, 2\) elsewhere"):
+        recorder.load(both[3:])
+
+
+@pytest.mark.parametrize(
     ("algorithm", "direction", "heads", "blocks", "found"),
     [
         ("flash1", "forward", 32, lab.Blocks(128, 64), Occupancy(32, 108)),
@@ -96,7 +126,9 @@ def test_warps_exchange_only_what_they_split_over_keys():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"algorithm": "standard"}, 'algorithm must be "flash1" or "flash2", got "standard"'),
+        ({"algorithm": "standard"}, "algorithm must be one of flash1, flash2, got 'standard'"),
+        ({"algorithm": "flsh"}, "algorithm must be one of flash1, flash2, got 'flsh'"),
+        ({"direction": "fwd"}, "direction must be one of forward, backward, got 'fwd'"),
         ({"heads": 0}, "heads must be at least 1, got 0"),
         ({"per_multiprocessor": -1}, "per_multiprocessor must be at least 1, got -1"),
     ],
@@ -110,9 +142,18 @@ def test_occupancy_refuses(change, message):
         occupancy(**arguments | change)
 
 
-def test_warps_of_standard_attention_are_refused():
-    with pytest.raises(ValueError, match='got "standard"'):
-        exchanged_by_warps("standard", lab.Blocks(1, 1), 1)
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("standard", 1), "algorithm must be one of flash1, flash2, got 'standard'"),
+        (("flash1", -3), "value_head_dim must be at least 1, got -3"),
+        (("flash2", 1, 0), "warps must be at least 1, got 0"),
+    ],
+)
+def test_exchanged_by_warps_refuses(arguments, message):
+    algorithm, *sizes = arguments
+    with pytest.raises(ValueError, match=message):
+        exchanged_by_warps(algorithm, lab.Blocks(1, 1), *sizes)
 
 
 @pytest.mark.parametrize("size", data.BLOCKS)
@@ -186,16 +227,44 @@ def test_a_text_has_all_languages_with_the_same_places_and_markup():
         assert {tag.lstrip("/") for tag in tags[0]} <= MARKUP, key
 
 
+# Keys that the scripts put together, and what they put in.
+COMPOSED = {
+    "${algorithm}.head": lab.ALGORITHMS,
+    "${algorithm}.name": ("flash1", "flash2"),
+    "flash${index + 1}.name": ("1", "2"),
+    "race.${kind}": ("read", "write"),
+    "race.${kind}.rows": ("read", "write"),
+    "race.around.${direction}": theory.DIRECTIONS,
+    "race.counter.${name}": ("read", "written", "flops"),
+    "race.legend.${name}": ("stored", "moving", "chip", "computed"),
+    "race.total.${name}": ("read", "written", "share", "chip", "scratch", "matmul", "other"),
+    "online.${kind}.label": ("score", "value"),
+    "online.${name}": ("key", "score", "value"),
+    "online.column.${name}": ("keys", "scores", "m", "factor", "l", "u", "answer"),
+    "online.error.${error.kind}": ("score", "value"),
+    "online.preset.${name}": ("example", "rising", "hidden", "large"),
+    "skipping.${name}": ("visited", "tested", "bytes1", "bytes2", "matmul"),
+    "skipping.mask.${name}": data.MASKS,
+    "backward.column.${name}": (
+        "key", "score", "probability", "exact", "ofValue", "ofProbability", "ofScore",
+    ),
+    "backward.price.${name}": ("kept", "traffic", "matmul"),
+    "backward.saved.${name}": ("answer", "lse", "delta"),
+    "work.${name}": ("threadBlocks", "rounds", "first", "mean"),
+    "work.warps.${algorithm}": ("flash1", "flash2"),
+    "code.${now.key}": (*code.LINES, "columnsEnd", "rowsEnd"),
+}  # fmt: skip
+
+
 def test_every_text_is_used():
-    """By its key, or by a key that the scripts put together, as in `online.${name}.label`."""
+    """By its key, or by one of `COMPOSED`, which has just those that the scripts put together."""
     used = "".join(page.read(name) for name in ("page.html", *(f"{name}.js" for name in page.SCRIPTS)))
-    composed = [
-        re.compile(r"[\w-]+".join(re.escape(part) for part in re.split(r"\$\{[^}]*\}", found)))
-        for found in re.findall(r"`([\w.-]*(?:\$\{[^}`]*\}[\w.-]*)+)`", used)
-        if re.search(r"^[a-z]|\}\.[a-z]", found)
-    ]
-    for key in page.read_texts():
-        assert f'"{key}"' in used or any(one.fullmatch(key) for one in composed), key
+    assert set(re.findall(r'\b(?:text|says|refused)\((?:"\w+", )?`([^`]+)`', used)) == set(COMPOSED)
+    composed = {re.sub(r"\$\{[^}]*\}", one, found) for found, parts in COMPOSED.items() for one in parts}
+    assert composed <= set(page.read_texts())
+    whole = set(re.findall(r'(?:data-text=|data-label=|\btext\()"([\w-]+)"|"([\w-]+(?:\.[\w-]+)+)"', used))
+    plain = {alone or dotted for alone, dotted in whole}
+    assert set(page.read_texts()) - composed - plain == set()
 
 
 @pytest.mark.parametrize("language", page.LANGUAGES)
@@ -237,6 +306,11 @@ def test_the_command_writes_the_page(tmp_path, capsys, monkeypatch):
     assert target.read_text(encoding="utf-8") == explain.build("pl")
     assert opened == [target.as_uri()]
     assert capsys.readouterr().out.startswith(f"wrote {target}, ")
+
+
+def test_the_command_takes_an_ending_in_capitals(tmp_path, capsys):
+    assert cli.main(["explain", "--output", str(tmp_path / "PAGE.HTML")]) == 0
+    assert capsys.readouterr().out.startswith(f"wrote {tmp_path / 'PAGE.HTML'}, ")
 
 
 def test_the_command_answers_in_json(tmp_path, capsys, monkeypatch):

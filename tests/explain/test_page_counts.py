@@ -101,6 +101,31 @@ def test_the_race_shows_the_tile_at_work(opened):
     assert does == "finished"
 
 
+def test_the_race_shows_no_tile_while_delta_is_computed(opened):
+    panel = "#backward-figure [data-algorithm=flash2]"
+    look = [
+        ("attribute", f"{panel} .tile", "class"),
+        ("attribute", f"{panel} .chip", "class"),
+        ("text", f"{panel} .doing"),
+    ]
+    opened.choose("#backward-block", 16)
+    found = {}
+    for step in range(16):  # dQ is set to 0, then D comes from dO and O, then K of the first tile is read
+        _, tiles, chips, does = opened.play(("step", "#backward-figure", step), *look)
+        found[does] = tiles, len(chips)
+        if "reads K" in does:
+            break
+    *before, (_, (tiles, chips)) = found.items()
+    assert {does for does, _ in before} == {
+        "writes dQ",
+        *(f"{what}, rows {rows}" for what in ("reads dO", "reads O") for rows in ("0\u201315", "16\u201331")),
+        "writes D, rows 0\u201315",  # rows 16 to 31 fall between two steps
+    }
+    assert all(seen == (["tile ahead"] * 4, 0) for _, seen in before)
+    assert tiles == ["tile now"] + ["tile ahead"] * 3
+    assert chips > 0
+
+
 def test_real_sizes_are_those_of_theory(opened):
     for length, shown in zip(data.REAL_LENGTHS, opened.rows("#real-table"), strict=True):
         shape = Shape(query_length=length, key_length=length, head_dim=64, value_head_dim=64)

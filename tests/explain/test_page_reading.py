@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
 from flashtile.explain import page
@@ -32,6 +34,35 @@ def test_a_language_changes_everything(opened, language):
     assert opened.text("#online-exact") == {"pl": "0,75"}.get(language, "0.75")
     opened.driver.get(opened.address)
     assert opened.each("html, #language", "lang")[0] == language  # remembered
+
+
+def test_a_page_opens_in_the_language_it_was_built_for(opened, tmp_path):
+    """Whatever was chosen on a page that was built for another one."""
+    opened.enter("#language", "zh")
+    polish = tmp_path / "polish.html"
+    polish.write_text(page.build("pl"), encoding="utf-8")
+
+    def shown() -> list[str]:
+        opened.driver.get(polish.as_uri())
+        return [*opened.each("html", "lang"), *opened.each("#language", "value")]
+
+    try:
+        assert shown() == ["pl", "pl"]
+        assert opened.run('return localStorage.getItem("flashtile.language.en")') == "zh"  # seen, not taken
+        opened.enter("#language", "en")
+        assert shown() == ["en", "en"]
+        opened.run('localStorage.setItem("flashtile.language.pl", "toString")')  # not of the page's making
+        assert shown() == ["pl", "pl"]
+        opened.run('localStorage.removeItem("flashtile.language.pl")')
+    finally:
+        opened.driver.get(opened.address)
+    assert opened.each("html", "lang") == ["zh"]
+
+
+def test_headings_skip_no_level(opened):
+    levels = [int(name[1]) for name in opened.each("h1, h2, h3, h4, h5, h6", "localName")]
+    assert levels[0] == 1
+    assert [after for before, after in pairwise(levels) if after > before + 1] == []
 
 
 def luminance(color: str) -> float:

@@ -102,7 +102,6 @@ def test_examples_are_ready(opened):
         ("score", "NaN", "“NaN”"),
         ("score", "ln 0", "“ln 0”"),
         ("score", "ln(3", "“ln(3”"),
-        ("score", "1e301", "“1e301”"),
         ("score", "1 2", "“1 2”"),
         ("score", "<b>1</b>", "“<b>1</b>”"),
         ("value", "-inf", "“-inf”"),
@@ -123,6 +122,69 @@ def test_what_is_no_number_is_named_and_nothing_is_shown(opened, kind, written, 
     opened.enter(f"[data-kind={kind}]", "0", 1)
     assert opened.text("#online-error") == ""
     assert opened.text("#online-exact") == "0.75"
+
+
+@pytest.mark.parametrize(
+    ("kind", "written", "why"),
+    [
+        ("score", "1e301", "Its size may be 1e300 at most."),
+        ("score", "-1e400", "Its size may be 1e300 at most."),  # hides no key
+        ("value", "-1e151", "Its size may be 1e150 at most."),
+        ("score", "1,000", "Its comma may separate thousands: use a decimal point, or leave it out."),
+        ("value", "-12,345,678", "Its comma may separate thousands: use a decimal point, or leave it out."),
+        ("value", "ln 1,000", "Its comma may separate thousands: use a decimal point, or leave it out."),
+    ],
+)
+def test_a_number_that_is_refused_is_told_why(opened, kind, written, why):
+    opened.enter(f"[data-kind={kind}]", written, 1)
+    assert opened.text("#online-error").endswith(f"not “{written}”. {why}")
+    assert math.isnan(opened.numbers("#online-answer")[0])
+    if kind == "value":
+        opened.enter("#backward-upstream", written)
+        assert opened.text("#backward-error").endswith(f"not “{written}”. {why}")
+        opened.enter("#backward-upstream", "1")
+
+
+@pytest.mark.parametrize("written", ["0,125", "-0,125", "1,5", "1,25e3", "1,0005", "1000,125", ",500"])
+def test_a_comma_that_can_only_be_a_decimal_one_is_taken(opened, written):
+    opened.row(["0"], [written], 1)
+    assert opened.numbers("#online-exact") == [number(written)]
+
+
+def test_an_input_is_described_by_the_message_about_it(opened):
+    for index in (2, 3):
+        opened.enter("[data-kind=score]", "x", index)
+    described = [None, None, "online-error", None]  # the message is about the first
+    assert opened.attribute("[data-kind=score]", "aria-describedby") == described
+    for part, name in (("backward", "upstream"), ("work", "batch")):
+        for written, expected in (("", f"{part}-error"), ("1", None)):
+            opened.enter(f"#{part}-{name}", written)
+            assert opened.attribute(f"#{part}-{name}", "aria-describedby") == [expected]
+
+
+def test_the_largest_values_and_gradients_stay_finite(opened):
+    _, _, _, table, status = opened.play(
+        ("row", ["0", "1", "2", "ln 3"], ["1e150", "-1e150", "1e150", "-1e150"], 2),
+        ("enter", "#backward-upstream", "1e150"),
+        ("step", "#backward-stepper", -1),
+        ("rows", "#backward-table"),
+        ("text", "#backward-status"),
+    )
+    assert all(math.isfinite(one) for line in table for one in line)
+    assert status.startswith("All keys are done. The gradients dS of a row add up to 0:")
+    opened.enter("#backward-upstream", "1")
+
+
+def test_zero_has_no_sign(opened):
+    *_, table, numbers = opened.play(
+        ("enter", "#online-preset", "hidden"),
+        ("step", "#backward-stepper", -1),
+        ("each", "#backward-table td", "textContent"),
+        ("rows", "#backward-table"),
+    )
+    assert "0" in table
+    assert "\u22120" not in table
+    assert any(one == 0 and math.copysign(1, one) == 1 for line in numbers for one in line)
 
 
 def test_keys_are_added_and_removed_between_one_and_eight(opened):

@@ -17,7 +17,7 @@ def run(options: argparse.Namespace) -> int:
     """
     path: Path = options.output.absolute()
     shown = str(options.output)
-    if path.is_dir() or path.suffix not in (".html", ".htm"):
+    if path.is_dir() or path.suffix.lower() not in (".html", ".htm"):
         options.refuse(f"--output must be a file ending in .html or .htm, got {shown!r}")
     if not path.parent.is_dir():
         options.refuse(f"--output must be in a folder that exists, got {shown!r}")

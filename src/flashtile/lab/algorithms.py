@@ -12,6 +12,7 @@ from torch import Tensor
 from flashtile.arguments import check_shapes, check_tensor, shape_of
 from flashtile.dropout import keep_threshold
 from flashtile.lab import flash1, flash2, standard
+from flashtile.lab.checks import check_choice
 from flashtile.lab.memory import Counts, Memory
 from flashtile.lab.setting import Blocks, Setting
 from flashtile.masks import Mask
@@ -69,8 +70,7 @@ def run(
     Raises:
         TypeError, ValueError: an argument of a wrong type or value.
     """
-    if algorithm not in ALGORITHMS:
-        raise ValueError(f"algorithm must be one of {', '.join(ALGORITHMS)}, got {algorithm!r}")
+    check_choice("algorithm", algorithm, ALGORITHMS)
     _check(query, key, value, grad_out)
     keep_threshold(dropout_p)  # refuses what is no probability
     lower, upper = band(mask, query.shape[2], key.shape[2])

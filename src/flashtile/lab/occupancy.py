@@ -8,9 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flashtile.lab.algorithms import Algorithm
+from flashtile.lab.algorithms import ALGORITHMS, Algorithm
+from flashtile.lab.checks import check_choice, check_sizes
 from flashtile.lab.setting import Blocks
-from flashtile.lab.theory import Direction
+from flashtile.lab.theory import DIRECTIONS, Direction
+
+TILED = ALGORITHMS[1:]  # the two FlashAttentions
 
 # Streaming multiprocessors, from NVIDIA's data sheets of the cards in `roofline.CARDS`.
 MULTIPROCESSORS = {"a100": 108, "h100": 132, "h200": 132}
@@ -51,19 +54,17 @@ def occupancy(
     """The thread blocks of one of the two FlashAttentions.
 
     ``heads`` counts those of all batch entries, ``length`` queries and as many keys; a multiprocessor takes
-    ``per_multiprocessor`` thread blocks at once.
+    ``per_multiprocessor`` thread blocks at once. A ValueError for another algorithm or direction, or a size
+    below 1.
     """
-    if algorithm == "standard":
-        raise ValueError('algorithm must be "flash1" or "flash2", got "standard"')
-    sizes = {
-        "heads": heads,
-        "length": length,
-        "multiprocessors": multiprocessors,
-        "per_multiprocessor": per_multiprocessor,
-    }
-    for name, size in sizes.items():
-        if size < 1:
-            raise ValueError(f"{name} must be at least 1, got {size}")
+    check_choice("algorithm", algorithm, TILED)
+    check_choice("direction", direction, DIRECTIONS)
+    check_sizes(
+        heads=heads,
+        length=length,
+        multiprocessors=multiprocessors,
+        per_multiprocessor=per_multiprocessor,
+    )
     size = blocks.rows if direction == "forward" else blocks.columns
     split = -(-length // size) if algorithm == "flash2" else 1
     return Occupancy(heads * split, multiprocessors * per_multiprocessor)
@@ -73,8 +74,9 @@ def exchanged_by_warps(algorithm: Algorithm, blocks: Blocks, value_head_dim: int
     """Numbers that the warps write to shared memory to add up one tile's P V in the forward pass.
 
     FlashAttention splits the keys among them, so each holds a part of every output's sum; FlashAttention-2
-    splits the queries, and each holds whole outputs of its own.
+    splits the queries, and each holds whole outputs of its own. A ValueError for another algorithm, or a size
+    below 1.
     """
-    if algorithm == "standard":
-        raise ValueError('algorithm must be "flash1" or "flash2", got "standard"')
+    check_choice("algorithm", algorithm, TILED)
+    check_sizes(value_head_dim=value_head_dim, warps=warps)
     return warps * blocks.rows * value_head_dim if algorithm == "flash1" else 0

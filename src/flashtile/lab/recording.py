@@ -9,10 +9,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from flashtile.lab.algorithms import Algorithm, one_head
+from flashtile.arguments import shape_of
+from flashtile.lab.algorithms import ALGORITHMS, Algorithm, one_head
+from flashtile.lab.checks import check_choice, check_sizes
 from flashtile.lab.memory import Block, Counts, Memory
 from flashtile.lab.setting import Blocks, Setting
-from flashtile.lab.theory import Direction
+from flashtile.lab.theory import DIRECTIONS, Direction
 
 # What each pass makes in the large memory, in the order in which it does.
 CREATED: dict[tuple[Algorithm, Direction], tuple[str, ...]] = {
@@ -50,6 +52,7 @@ class Recorder(Memory):
 
     ``inputs`` are the matrices that are there before, by name; ``created`` names those that the pass makes.
     The recorder of a backward pass comes ``after`` that of the forward pass, whose matrices it reads.
+    Matrices are known by their addresses: they may be parts of one tensor, but share none of it (ValueError).
     """
 
     def __init__(
@@ -61,8 +64,8 @@ class Recorder(Memory):
     ) -> None:
         super().__init__(element_size)
         self.events: list[Event] = []
-        # By address; the matrices are kept alive, so that no other takes their place.
-        self._known: dict[int, tuple[str, Tensor]] = {} if after is None else after._known
+        # By addresses; the matrices are kept alive, so that no other takes their place.
+        self._known: dict[range, tuple[str, Tensor]] = {} if after is None else after._known
         self._created = iter(created)
         self._last: dict[str, slice] = {}
         for name, tensor in inputs.items():
@@ -88,15 +91,34 @@ class Recorder(Memory):
         self.events.append(Event("tile", "S", self._last["Q"], self._last["K"], 0, self.counts.flops))
 
     def _know(self, name: str, tensor: Tensor) -> None:
-        self._known[tensor.untyped_storage().data_ptr()] = name, tensor
+        own = _addresses(tensor)
+        for taken, (other, _) in self._known.items():
+            if own.start < taken.stop and taken.start < own.stop:
+                raise ValueError(f"inputs must share no memory, got {other} and {name} that do")
+        self._known[own] = name, tensor
+
+    def _matrix(self, part: Tensor) -> tuple[str, Tensor]:
+        """The name of the matrix that a part is of, and the matrix."""
+        for taken, found in self._known.items():
+            if part.data_ptr() in taken:
+                return found
+        raise ValueError(
+            f"tensor must be a part of inputs or of what was created, got one of {shape_of(part)} elsewhere"
+        )
 
     def _record(self, kind: Literal["read", "write"], tensor: Tensor) -> None:
-        name, _ = self._known[tensor.untyped_storage().data_ptr()]
-        first = tensor.storage_offset() // tensor.stride(0)
+        name, matrix = self._matrix(tensor)
+        first = (tensor.storage_offset() - matrix.storage_offset()) // matrix.stride(0)
         rows, columns = slice(first, first + tensor.shape[0]), slice(0, tensor.shape[1])
         self._last[name] = rows
         size = tensor.numel() * self.element_size
         self.events.append(Event(kind, name, rows, columns, size, self.counts.flops))
+
+
+def _addresses(matrix: Tensor) -> range:
+    """Those from its first to its last element."""
+    last = sum((size - 1) * stride for size, stride in zip(matrix.shape, matrix.stride(), strict=True))
+    return range(matrix.data_ptr(), matrix.data_ptr() + (last + 1) * matrix.element_size())
 
 
 def record(
@@ -113,8 +135,11 @@ def record(
     """Run one pass of one head on random numbers and write down what it does.
 
     ``lower`` and ``upper`` say which keys are visible, as in `Setting`; ``blocks`` mean nothing to standard
-    attention.
+    attention. A ValueError for an unknown algorithm or direction, or a size below 1.
     """
+    check_choice("algorithm", algorithm, ALGORITHMS)
+    check_choice("direction", direction, DIRECTIONS)
+    check_sizes(length=length, head_dim=head_dim)
     generator = torch.Generator().manual_seed(0)
     query, key, value, grad_out = (
         torch.randn(length, head_dim, dtype=torch.float64, generator=generator) for _ in range(4)

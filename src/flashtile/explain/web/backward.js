@@ -1,6 +1,7 @@
 // The gradients of the row of part 2, from its LSE.
 
 const BACKWARD_COLUMNS = ["key", "score", "probability", "exact", "ofValue", "ofProbability", "ofScore"];
+const PRICE_LENGTH = 4096; // as the text says
 
 function startBackward() {
   const input = byId("backward-upstream");
@@ -8,13 +9,13 @@ function startBackward() {
     label: "backward.stepper",
     status: byId("backward-status"),
     interval: 1200,
-    change: (step) => drawBackward(step, parseNumber(input.value)),
+    change: (step) => drawBackward(step, parseNumber(input.value, "value").value),
   });
 
   function redraw() {
-    const upstream = parseNumber(input.value);
-    input.setAttribute("aria-invalid", upstream === null);
-    const error = upstream === null ? text("backward.error", { written: quoted(input.value) }) : "";
+    const { value, why } = parseNumber(input.value, "value");
+    mark(input, value === null, "backward-error");
+    const error = value === null ? refused("backward.error", { written: input.value, why }) : "";
     byId("backward-error").textContent = error;
     if (row.error) stepper.move(stepper.step);
     else stepper.resize(parts(row.scores.length, row.size).length, stepper.last ? undefined : 1);
@@ -61,19 +62,20 @@ function drawBackward(step, upstream) {
   else if (done < keys.length) status.textContent = text("backward.status", { keys: keysOf({ first, last: done }) });
   else {
     const total = sum(keys.map((key) => key.ofScore));
-    status.textContent = text("backward.end", { sum: format(close(total, 0) ? 0 : total) });
+    const size = sum(keys.map((key) => key.probability * Math.abs(key.ofProbability))) + Math.abs(delta);
+    status.textContent = text("backward.end", { sum: format(Math.abs(total) <= 1e-12 * Math.max(1, size) ? 0 : total) });
   }
 }
 
 /** What recomputing costs at a real size, and what it saves. */
 function drawPrice() {
-  const real = DATA.real[1].backward;
+  const { length, backward } = DATA.real.find((one) => one.length === PRICE_LENGTH);
   const line = (name, shown, value) => [
     text(`backward.price.${name}`),
-    ...ALGORITHMS.map((algorithm) => number(value(real[algorithm], algorithm), shown)),
+    ...ALGORITHMS.map((algorithm) => number(value(backward[algorithm], algorithm), shown)),
   ];
-  const elements = 2; // bytes of a number
-  const kept = { standard: DATA.real[1].length ** 2, flash1: 2 * DATA.real[1].length, flash2: DATA.real[1].length };
+  const elements = 2; // bytes of every number, as flashtile.lab counts
+  const kept = { standard: length ** 2, flash1: 2 * length, flash2: length };
   fill(byId("price-table"), ["", ...heads(ALGORITHMS)], [
     line("kept", bytes, (_, algorithm) => kept[algorithm] * elements),
     line("traffic", bytes, ({ traffic }) => traffic),

@@ -26,6 +26,7 @@ function written(number, options) {
 function format(number) {
   if (number === Infinity) return "∞";
   if (number === -Infinity) return "−∞";
+  if (number === 0) return "0"; // −0, too
   const size = Math.abs(number);
   let options = { maximumSignificantDigits: 5, useGrouping: false };
   if (size < 1) options = { maximumFractionDigits: 5 };
@@ -84,10 +85,17 @@ function draw(tag, attributes = {}, ...children) {
 }
 
 /** An element whose inside is one of the page's own texts, which may have markup. */
-function says(tag, key, attributes = {}, values = {}) {
-  const element = make(tag, attributes);
-  element.innerHTML = text(key, values);
+function says(tag, key) {
+  const element = make(tag);
+  element.innerHTML = text(key);
   return element;
+}
+
+/** Whether what an input holds is wrong, and which element says so (its id), if any. */
+function mark(input, wrong, error) {
+  input.setAttribute("aria-invalid", wrong);
+  if (wrong && error) input.setAttribute("aria-describedby", error);
+  else input.removeAttribute("aria-describedby");
 }
 
 /** Radio buttons inside a fieldset; `labels` is {value: label}. */

@@ -36,7 +36,6 @@ function startOnline() {
       const input = make("input", { type: "text", autocomplete: "off", spellcheck: "false", "data-kind": kind });
       input.value = row.written[index][kind];
       input.setAttribute("aria-label", text(`online.${kind}.label`, { key: index }));
-      input.setAttribute("aria-describedby", "online-error");
       input.addEventListener("input", () => {
         row.written[index][kind] = input.value;
         readInputs();
@@ -59,10 +58,10 @@ function startOnline() {
     const numbers = { score: [], value: [] };
     for (const input of byId("online-inputs").querySelectorAll("input")) {
       const { kind } = input.dataset;
-      const found = parseNumber(input.value, kind === "score");
-      input.setAttribute("aria-invalid", found === null);
-      if (found === null) wrong.push({ kind, index: numbers[kind].length, written: input.value });
-      numbers[kind].push(found);
+      const { value, why } = parseNumber(input.value, kind);
+      mark(input, value === null, wrong.length ? null : "online-error"); // which is about the first
+      if (value === null) wrong.push({ kind, index: numbers[kind].length, written: input.value, why });
+      numbers[kind].push(value);
     }
     [row.scores, row.values] = [numbers.score, numbers.value];
     row.error = wrong.length ? wrong[0] : null;
@@ -79,7 +78,7 @@ function startOnline() {
     if (focused) byId("online-block").querySelector(":checked").focus();
     const { error } = row;
     byId("online-error").textContent = error
-      ? text(`online.error.${error.kind}`, { key: error.index, written: quoted(error.written) })
+      ? refused(`online.error.${error.kind}`, { key: error.index, ...error })
       : "";
     const blocks = parts(row.written.length, row.size).length;
     if (error) stepper.move(stepper.step);
@@ -137,6 +136,10 @@ function drawOnline(step) {
       })
     : text("online.start");
 }
+
+/** The text of `key` about what was typed, and why that will not do. */
+const refused = (key, { written, why = "", ...values }) =>
+  `${text(key, { ...values, written: quoted(written) })} ${why}`.trim();
 
 /** What was typed, in a sentence. */
 const quoted = (written) => (written.trim() ? text("online.quoted", { written: written.trim() }) : text("online.nothing"));

@@ -68,11 +68,16 @@ class MatrixPicture {
     this.root.append(draw("rect", { x, y, width, height, class: style }));
   }
 
-  /** The tile that is on the chip: what is read is for the next one, what is written from the last. */
+  /**
+   * The tile that is on the chip: what is read up to it is for it, what is written is from the last. What is
+   * read for a write without a tile between, as for δ, is for none.
+   */
   current(events, { event, index }) {
     const isTile = ([kind]) => kind === "tile";
     if (!event) return undefined;
-    return event[0] === "read" ? events.slice(index).find(isTile) : events.slice(0, index).findLast(isTile);
+    if (event[0] === "write") return events.slice(0, index).findLast(isTile);
+    const next = events.slice(index).find(([kind]) => kind !== "read");
+    return next && isTile(next) ? next : undefined;
   }
 
   /** Matrices of N x N in the large memory: each darkens what it covers. */
@@ -144,7 +149,7 @@ class Panel {
   constructor(algorithm, direction) {
     this.algorithm = algorithm;
     this.picture = new MatrixPicture(direction);
-    this.title = make("h4");
+    this.title = make(direction === "forward" ? "h3" : "h4", { class: "title" }); // a level below the heading above
     this.doing = make("p", { class: "doing" });
     this.bar = make("div", { class: "bar" }, make("div"));
     this.counters = make("dl");

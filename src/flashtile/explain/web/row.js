@@ -1,16 +1,29 @@
 // One row of attention: the recurrence of flashtile.lab.online, for scores that the reader edits.
 
 const MOST_KEYS = 8;
-const LARGEST = 1e300; // sums of a few do not overflow
+const LARGEST = { score: 1e300, value: 1e150 }; // sums of scores and products of two values do not overflow
+const THOUSANDS = /\b[1-9]\d{0,2}(,\d{3})+(?!\d)/; // or decimals: 1,000 has two readings, 0,125 and 1,5 have one
 
-/** A number as people write it: 0.5, 0,5, ln 3, -inf where a score may hide its key; null for anything else. */
-function parseNumber(written, mayHide = false) {
-  const plain = written.trim().toLowerCase().replaceAll("−", "-").replace(",", ".");
-  if (mayHide && ["-inf", "-infinity", "-∞"].includes(plain)) return -Infinity;
+/**
+ * A number as people write it: 0.5, 0,5, ln 3, -inf for a score that hides its key. `kind` is that of `LARGEST`.
+ * `value` is null for anything else; `why` then says more, where there is more to say.
+ */
+function parseNumber(written, kind) {
+  const plain = written.trim().toLowerCase().replaceAll("−", "-");
+  if (kind === "score" && ["-inf", "-infinity", "-∞"].includes(plain)) return { value: -Infinity };
+  if (THOUSANDS.test(plain)) return { value: null, why: text("number.comma") };
+  const value = valueOf(plain.replace(",", "."));
+  if (value === null || Math.abs(value) <= LARGEST[kind]) return { value };
+  return { value: null, why: text("number.large", { largest: String(LARGEST[kind]).replace("+", "") }) };
+}
+
+/** A number or ln of one; null for anything else. */
+function valueOf(plain) {
   const found = /^(ln\s*\(?\s*)?([+-]?(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?)(\s*\))?$/.exec(plain);
   if (!found || (found[3] && !found[1]?.includes("(")) || (found[1]?.includes("(") && !found[3])) return null;
-  const value = found[1] ? Math.log(Number(found[2])) : Number(found[2]);
-  return Math.abs(value) <= LARGEST ? value : null;
+  const number = Number(found[2]);
+  if (!found[1]) return number;
+  return number > 0 ? Math.log(number) : null;
 }
 
 const sum = (numbers) => numbers.reduce((total, one) => total + one, 0);

@@ -22,12 +22,13 @@ function chooseTheme(name) {
 }
 
 const languages = byId("language");
+const choice = `language.${language}`; // a page that opens in another language has a choice of its own
 choices(languages, DATA.languages);
-if (remembered("language") in DATA.languages) language = remembered("language");
+if (Object.hasOwn(DATA.languages, remembered(choice))) language = remembered(choice);
 languages.value = language;
 languages.addEventListener("change", () => {
   language = languages.value;
-  remember("language", language);
+  remember(choice, language);
   translate();
 });
 

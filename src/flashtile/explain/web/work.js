@@ -19,7 +19,7 @@ function startWork() {
   function update() {
     const wrong = inputs.filter((input) => {
       const bad = !/^\d+$/.test(input.value) || Number(input.value) < Number(input.min) || Number(input.value) > Number(input.max);
-      input.setAttribute("aria-invalid", bad);
+      mark(input, bad, "work-error");
       return bad;
     });
     const error = byId("work-error");
