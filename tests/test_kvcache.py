@@ -458,7 +458,11 @@ REFUSALS = [
         ValueError,
         r"key must be .* = \(2, 2, new length, 8\), got shape \(2, 3, 8\)",
     ),
-    ({"rotary_cos": torch.rand(9, 4)}, ValueError, "rotary_cos and rotary_sin must be given together, got None for rotary_sin"),
+    (
+        {"rotary_cos": torch.rand(9, 4)},
+        ValueError,
+        "must be given together, got None for rotary_sin",
+    ),
     (
         {"rotary_cos": torch.rand(9, 4), "rotary_sin": torch.rand(9, 4)},
         ValueError,

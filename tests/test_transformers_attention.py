@@ -168,7 +168,12 @@ REFUSED: dict[str, tuple[Attention, dict[str, Any], type[Exception], str]] = {
     "mask of other keys": (CAUSAL, {"attention_mask": VISIBLE[..., :8]}, ValueError, "key"),
     "window": (CAUSAL, {"sliding_window": 0}, ValueError, "window: left must be an int >= 0"),
     "softcap": (CAUSAL, {"softcap": 0.0}, ValueError, "softcap must be finite and above 0"),
-    "scaling": (CAUSAL, {"scaling": torch.ones(())}, TypeError, "scale must be a Python float, got torch.Tensor"),
+    "scaling": (
+        CAUSAL,
+        {"scaling": torch.ones(())},
+        TypeError,
+        "scale must be a Python float",
+    ),
     "dropout": (CAUSAL, {"dropout": 1.5}, ValueError, "dropout_p must be between 0 and 1"),
     "sinks": (CAUSAL, {"s_aux": SINKS[:2]}, ValueError, r"sinks must have shape \(heads,\) = \(4,\)"),
     "one of two": (FULL, {"cu_seq_lens_q": STARTS}, ValueError, "must be given together"),

@@ -1,0 +1,83 @@
+"""Rows that lie far apart are copied together where that pays, and nothing else is; the bits stay."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from flashtile.cpu import engine, far
+from flashtile.cpu.gemm import COLUMNS
+from flashtile.cpu.kinds import FLOAT32
+from tests.oracle import random_gradients, random_problem, results_of_backend
+from tests.packing import packed, packed_problem
+
+MANY = 32 * COLUMNS * FLOAT32.lanes  # queries that pass over the keys
+
+
+def heads_of_a_model(length: int, heads: int = 16, head_dim: int = 64) -> torch.Tensor:
+    return torch.zeros(1, length, heads, head_dim).transpose(1, 2)
+
+
+def test_rows_of_a_long_sequence_are_copied():
+    tensor = heads_of_a_model(1024)
+    found = far.together(tensor, 1, MANY, FLOAT32)
+    assert found.is_contiguous()
+    assert found.data_ptr() != tensor.data_ptr()
+
+
+@pytest.mark.parametrize(
+    ("tensor", "sequences", "others"),
+    [
+        (heads_of_a_model(1024).contiguous(), 1, MANY),
+        (heads_of_a_model(1023), 1, MANY),  # less than 4 MiB from the first to the last
+        (heads_of_a_model(1024), 1, MANY - 1),
+        (heads_of_a_model(1024), 2, 2 * MANY),  # two packed sequences of half of it
+        (heads_of_a_model(1024)[:, :1].expand(-1, 16, -1, -1), 1, MANY),  # would grow
+    ],
+)
+def test_nothing_else_is(tensor, sequences, others):
+    assert far.together(tensor, sequences, others, FLOAT32) is tensor
+
+
+@pytest.fixture
+def copies(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether each tensor was copied, where size and number do not matter."""
+    copied: list[bool] = []
+    together = far.together
+
+    def noted(tensor, *arguments):
+        found = together(tensor, *arguments)
+        copied.append(found is not tensor)
+        return found
+
+    monkeypatch.setattr(far, "_SPAN", 0)
+    monkeypatch.setattr(far, "_PASSES", 0)
+    for module in (far, engine):
+        monkeypatch.setattr(module, "together", noted)
+    return copied
+
+
+def test_the_bits_stay(copies, dtype):
+    near = random_problem(query_length=70, key_length=90, head_dim=24, upper=5, dtype=dtype)
+    upstream = random_gradients(near)
+    expected = results_of_backend(engine, near, *upstream)
+    assert copies
+    assert not any(copies)
+    strided = {
+        name: getattr(near, name).transpose(1, 2).contiguous().transpose(1, 2)
+        for name in ("query", "key", "value")
+    }
+    grad_out = upstream[0].transpose(1, 2).contiguous().transpose(1, 2)
+    found = results_of_backend(engine, dataclasses.replace(near, **strided), grad_out, upstream[1])
+    assert sum(copies) == 2 + 4  # keys and values forward; queries and upstream gradients too backward
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
+
+
+def test_packed_sequences_are_copied_and_caches_are_not(copies):
+    problem = packed_problem(*packed((40, 30), (50, 20)))
+    assert far.with_keys_together(problem, FLOAT32) is not problem
+    cache = dataclasses.replace(problem, key_starts=None, key_lengths=torch.tensor([50, 20]))
+    assert far.with_keys_together(cache, FLOAT32) is cache
