@@ -152,7 +152,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--compile", action="store_true", help="torch.compile the model")
     parser.add_argument("--memory", type=int, metavar="GIB", help="what a step may need; default: 7/8 of all")
     parser.add_argument("--rounds", type=int, default=7, help="steps of each attention (default: 7)")
-    parser.add_argument("--seconds", type=float, default=170, help="at most about this long per case (default: 170)")
+    parser.add_argument("--seconds", type=float, default=170, help="at most about this long per case")
     parser.add_argument("--quick", action="store_true", help="two short contexts, two rounds")
     parser.add_argument(
         "--output", type=Path, help="folder; default: benchmarks/results, or benchmarks/quick"
