@@ -425,7 +425,7 @@ REFUSALS = [
     (
         {"key": NEW, "cache_lengths": 3},
         ValueError,
-        "key and value must be given together, got None for value",
+        "value must be given together with key, got None",
     ),
     ({"key": NEW, "value": NEW}, ValueError, "cache_lengths must say where key and value are to be written"),
     (
@@ -461,7 +461,7 @@ REFUSALS = [
     (
         {"rotary_cos": torch.rand(9, 4)},
         ValueError,
-        "must be given together, got None for rotary_sin",
+        "rotary_sin must be given together with rotary_cos, got None",
     ),
     (
         {"rotary_cos": torch.rand(9, 4), "rotary_sin": torch.rand(9, 4)},

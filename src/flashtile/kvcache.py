@@ -292,8 +292,8 @@ def _checked_append(
     Checks the new rows, and that the cache has the places that are read and written.
     """
     if (key is None) != (value is None):
-        missing = "key" if key is None else "value"
-        raise ValueError(f"key and value must be given together, got None for {missing}")
+        missing, given = ("key", "value") if key is None else ("value", "key")
+        raise ValueError(f"{missing} must be given together with {given}, got None")
     new = 0
     if key is not None and value is not None:
         if full:
@@ -363,8 +363,8 @@ def _checked_rotary(
     query: Tensor, cos: Tensor | None, sin: Tensor | None, total: Tensor
 ) -> tuple[Tensor, Tensor]:
     if cos is None or sin is None:
-        missing = "rotary_cos" if cos is None else "rotary_sin"
-        raise ValueError(f"rotary_cos and rotary_sin must be given together, got None for {missing}")
+        missing, given = ("cos", "sin") if cos is None else ("sin", "cos")
+        raise ValueError(f"rotary_{missing} must be given together with rotary_{given}, got None")
     rotary.check_tables(query, cos, sin, ("rotary_cos", "rotary_sin"))
     length = query.shape[2]
     if values_known(total) and total.numel():
