@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 
 from benchmarks.peers import TITLES
 from flashtile.bench import figure as figures
+from flashtile.bench import machine
 from flashtile.bench.cases import DTYPES, Case
 
 COLORS = {
@@ -46,8 +47,7 @@ def draw_all(found: dict[str, Any], folder: Path) -> list[Path]:
 def titled_figure(found: dict[str, Any], title: str, size: tuple[float, float]) -> Figure:
     figure = Figure(figsize=size, layout="constrained")
     facts = found["machine"]
-    threads = f"{facts['threads']} thread{'' if facts['threads'] == 1 else 's'}"
-    where = f"{facts['cpu']}, {threads}, torch {facts['versions']['torch']}"
+    where = f"{machine.processor(facts)}, torch {facts['versions']['torch']}"
     figure.suptitle(f"{title}\n{where}", fontsize=12, fontweight="bold")
     return figure
 

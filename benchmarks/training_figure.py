@@ -14,6 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from flashtile.bench import figure as figures
+from flashtile.bench import machine
 
 LOOK = {
     "flashtile": figures.LOOK["flashtile"],
@@ -38,7 +39,7 @@ def draw(found: dict[str, Any], path: Path) -> None:
         figures.draw_memory(axes[-1], measured, LOOK)
         axes[-1].set_title("memory of a step (MiB)", loc="left", fontsize=10, fontweight="bold")
     facts, case = found["machine"], found["results"][0]["case"]
-    where = facts.get("gpu") or f"{facts['cpu']}, {facts['threads']} threads"
+    where = facts.get("gpu") or machine.processor(facts)
     parameters = found["results"][0]["parameters"]
     figure.suptitle(f"Training a GPT of {parameters / 1e6:,.1f}M parameters ({case['preset']})\n{where}")
     handles, labels = axes[0].get_legend_handles_labels()

@@ -188,14 +188,19 @@ def checked_intervals(
     return intervals
 
 
+def refuse_mask(mask: object) -> NoReturn:
+    """Raises the TypeError of what is neither a mask nor a tensor."""
+    got = type(mask).__name__
+    if any(mask is one for one in vars(masks).values()):
+        got = f"the function itself; call it, as in masks.{getattr(mask, '__name__', got)}(...)"
+    elif callable(mask):
+        got += "; functions of positions are not supported, but masks.from_dense takes what they give"
+    raise TypeError(f"mask must be a flashtile.Mask or a bool tensor, got {got}")
+
+
 def _checked_mask(mask: object, query: Tensor, sizes: Sizes, three_dims: bool) -> Tensor:
     if not isinstance(mask, Tensor):
-        got = type(mask).__name__
-        if any(mask is one for one in vars(masks).values()):
-            got = f"the function itself; call it, as in masks.{getattr(mask, '__name__', got)}(...)"
-        elif callable(mask):
-            got += "; functions of positions are not supported, but masks.from_dense takes what they give"
-        raise TypeError(f"mask must be a flashtile.Mask or a bool tensor, got {got}")
+        refuse_mask(mask)
     if mask.dtype != torch.bool:
         hint = (
             "pass an additive mask as bias"

@@ -9,6 +9,8 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from flashtile.bench import machine
+
 # library: label and colour
 Look = Mapping[str, tuple[str, str]]
 LOOK: Look = {
@@ -23,8 +25,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
     """Write the figure of a demonstration's result as PNG."""
     figure = Figure(figsize=(13, 8.5), layout="constrained")
     (prefill, speed), (memory, exactness) = figure.subplots(2, 2)
-    facts = result["machine"]
-    title = f"flashtile on {facts['cpu']}, {facts['threads']} threads"
+    title = f"flashtile on {machine.processor(result['machine'])}"
     figure.suptitle(title, fontsize=13, fontweight="bold")
     _prefill(prefill, result["model"])
     _speed(speed, result["speed"], result["ceilings"])

@@ -6,6 +6,7 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 
@@ -87,7 +88,12 @@ def describe() -> dict[str, object]:
     }
 
 
-def headline(facts: dict[str, object]) -> str:
-    """Processor, threads and instruction set of `describe` in one line."""
+def processor(facts: Mapping[str, object]) -> str:
+    """Processor and threads of `describe`."""
     plural = "" if facts["threads"] == 1 else "s"
-    return f"{facts['cpu']}, {facts['threads']} thread{plural}, {facts['instruction_set']}"
+    return f"{facts['cpu']}, {facts['threads']} thread{plural}"
+
+
+def headline(facts: Mapping[str, object]) -> str:
+    """Processor, threads and instruction set of `describe` in one line."""
+    return f"{processor(facts)}, {facts['instruction_set']}"

@@ -7,11 +7,10 @@ and so the best that could be. docs/scaling.md derives the formulas and says wha
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from flashtile.lab.roofline import CARDS, Card
+from flashtile.lab.theory import DIRECTIONS, Direction
 
-Direction = Literal["forward", "backward"]
 LSE_SIZE = GRADIENT_SIZE = 4  # the LSE, and dK and dV on their way around the ring, are float32
 
 
@@ -191,8 +190,8 @@ def _around(ring: int, step: float, out: float, home: float) -> float:
 
 def speedup_share(shape: Shape, split: Split, cluster: Cluster) -> float:
     """Forward and backward: the speed of one GPU with the whole sequence over that of each of the ranks."""
-    whole = sum(shape.flops(direction) for direction in ("forward", "backward")) / cluster.flops
-    taken = sum(time(shape, split, cluster, direction).seconds for direction in ("forward", "backward"))
+    whole = sum(shape.flops(direction) for direction in DIRECTIONS) / cluster.flops
+    taken = sum(time(shape, split, cluster, direction).seconds for direction in DIRECTIONS)
     return whole / split.ranks / taken
 
 

@@ -4,17 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from flashtile.masks import (
-    causal,
-    chunks,
-    documents,
-    from_dense,
-    key_lengths,
-    key_range,
-    key_starts,
-    prefix,
-    window,
-)
+from flashtile import masks
 from flashtile.masks.kinds import Mask
 
 Example = tuple[Mask, int, int]
@@ -23,21 +13,21 @@ Example = tuple[Mask, int, int]
 def examples() -> list[Example]:
     """(mask, query_length, key_length) of one example of each kind."""
     return [
-        (causal(), 8, 8),
-        (causal(alignment="top-left"), 5, 9),
-        (causal(alignment="bottom-right"), 5, 9),
-        (window(2, 1), 8, 8),
-        (key_lengths([5]), 8, 8),
-        (key_starts([3]), 8, 8),
-        (key_range([2], [6]), 8, 8),
-        (documents([0, 0, 0, 1, 1, 2, 2, 2]), 8, 8),
-        (causal() & documents([0, 0, 0, 1, 1, 2, 2, 2]), 8, 8),
-        (prefix([3]), 8, 8),
-        (chunks(3), 8, 8),
-        (chunks(3) & causal(), 8, 8),
-        (window(2, 0) & key_starts([2]), 8, 8),
-        (causal() & from_dense(torch.arange(8) % 3 != 1), 8, 8),
-        (causal() & window(300, 0), 1024, 1024),
+        (masks.causal(), 8, 8),
+        (masks.causal(alignment="top-left"), 5, 9),
+        (masks.causal(alignment="bottom-right"), 5, 9),
+        (masks.window(2, 1), 8, 8),
+        (masks.key_lengths([5]), 8, 8),
+        (masks.key_starts([3]), 8, 8),
+        (masks.key_range([2], [6]), 8, 8),
+        (masks.documents([0, 0, 0, 1, 1, 2, 2, 2]), 8, 8),
+        (masks.causal() & masks.documents([0, 0, 0, 1, 1, 2, 2, 2]), 8, 8),
+        (masks.prefix([3]), 8, 8),
+        (masks.chunks(3), 8, 8),
+        (masks.chunks(3) & masks.causal(), 8, 8),
+        (masks.window(2, 0) & masks.key_starts([2]), 8, 8),
+        (masks.causal() & masks.from_dense(torch.arange(8) % 3 != 1), 8, 8),
+        (masks.causal() & masks.window(300, 0), 1024, 1024),
     ]
 
 

@@ -15,6 +15,7 @@ from flashtile.arguments import (
     checked_intervals,
     checked_options,
     checked_seed,
+    refuse_mask,
     shape_of,
 )
 from flashtile.masks import Intervals, Mask
@@ -128,12 +129,16 @@ def _checked(
     query, key, value, _ = checked_inputs(query, key, value, None)
     if query.dim() != 4:
         raise ValueError(f"query must be (batch, heads, length, head_dim), got {shape_of(query)}")
-    backward = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
-    dispatch.check_part(query.device, query.dtype, query.shape[3], value.shape[3], backward=backward)
+    differentiable = (query, key, value, options.get("alibi_slopes"), options.get("sinks"))
+    recorded = [
+        torch.is_grad_enabled() and isinstance(tensor, Tensor) and tensor.requires_grad
+        for tensor in differentiable
+    ]
+    dispatch.check_part(query.device, query.dtype, query.shape[3], value.shape[3], backward=any(recorded))
     checked_layout(layout)
     mask, softcap, dropout_p = options.get("mask"), options.get("softcap"), options.get("dropout_p", 0.0)
     if mask is not None and not isinstance(mask, Mask | Tensor):
-        raise TypeError(f"mask must be a flashtile.Mask or a bool tensor, got {type(mask).__name__}")
+        refuse_mask(mask)
     batch, heads, query_length, head_dim = query.shape
     scale, slopes, sinks = options.get("scale"), options.get("alibi_slopes"), options.get("sinks")
     _, slopes, sinks = checked_options(
@@ -144,8 +149,6 @@ def _checked(
     seed = checked_seed(dropout_p, options.get("seed"), query.device)
     given = options.get("seed") is not None and seed is not None
     number = 0 if seed is None else int(seed.item())
-    differentiable = (query, key, value, slopes, sinks)
-    recorded = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in differentiable]
     recorded[3:] = [recorded[3] or recorded[4]]
     facts = _Facts(
         batch, heads, key.shape[1], head_dim, value.shape[3],

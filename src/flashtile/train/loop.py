@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flashtile.dropout import filled_seed
 from flashtile.train.data import Corpus, derived_seed
 from flashtile.train.model import GPT
 from flashtile.train.settings import Settings
@@ -73,7 +74,7 @@ class Training:
         seed = None
         if dropout_seed is not None and self.settings.dropout > 0.0:
             torch.manual_seed(dropout_seed)
-            seed = torch.full((1,), dropout_seed, dtype=torch.int64, device=self.device)
+            seed = filled_seed(dropout_seed, self.device)
         tokenizer = self.corpus.tokenizer
         several = bool((rows[:, 1:-1] == tokenizer.start).any())  # in host memory: nothing waits for a GPU
         rows = rows.to(self.device)
