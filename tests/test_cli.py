@@ -116,6 +116,7 @@ def test_warmup_asks_for_every_kernel_and_says_where_they_are(capsys, monkeypatc
 
     for module in (engine, plans):
         monkeypatch.setattr(module, "entry", recorded)
+    monkeypatch.setattr(plans, "_plans", {})  # a plan that is remembered asks for nothing
     assert cli.main(["warmup", "--dtype", "fp32", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert set(found["seconds"]["fp32"]) == {"forward", "backward", "decode"}

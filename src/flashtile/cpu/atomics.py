@@ -9,8 +9,9 @@ from numba import types
 from numba.extending import intrinsic
 
 from .call import NEXT_SLOT, NEXT_TASK, SCRATCH, SCRATCH_STEP, TASKS, field
-from .kinds import I32, I64, native
+from .kinds import I32, I64
 from .llvm import call, pointer
+from .native import native
 
 
 @intrinsic

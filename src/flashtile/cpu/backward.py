@@ -61,7 +61,8 @@ from .call import (
 from .exact import backward_exactly
 from .gemm import COLUMNS, Operand, Packed, multiply
 from .gradients import pass_gradients_on, score_gradients
-from .kinds import Kind, compute_size, is_pairs, itemsize, lanes, native, vector_size
+from .kinds import Kind, compute_size, is_pairs, itemsize, lanes, vector_size
+from .native import native
 from .operands import all_finite, columns_operand, key_operand, lanes_finite
 from .rows import (
     COUNT,

@@ -43,10 +43,10 @@ from .kinds import (
     is_pairs,
     itemsize,
     lanes,
-    native,
     register_bytes,
     vector_size,
 )
+from .native import native
 from .operands import all_finite
 from .rows import (
     COUNT,

@@ -17,7 +17,6 @@ from .kinds import (
     Kind,
     compute_size,
     lanes,
-    native,
     register_bytes,
     vector_size,
 )
@@ -30,6 +29,7 @@ from .llvm import (
     prefetch,
     widen_value,
 )
+from .native import native
 from .simd import peek_int64, poke, poke_int64
 from .tiles import sum_lanes
 

@@ -21,7 +21,8 @@ from .call import (
     VALUE_DIM,
     field,
 )
-from .kinds import Kind, compute_size, is_pairs, native
+from .kinds import Kind, compute_size, is_pairs
+from .native import native
 from .rows import COUNT, GRAD_OUT_ROW, QUERY_ROW
 from .scores import sees
 from .sequences import key_at

@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.extending import intrinsic
 
 from .kinds import I32, I64, TARGET, Kind
 from .llvm import call, const, fma_value
+from .native import native
 from .simd import absolute, fma, maximum, round_to_integer, select, splat
 
 # Polynomials on [-1/2, 1/2], highest degree first.
@@ -67,7 +68,7 @@ def _scale_exponent(tc: Any, x: Any, n: Any) -> Any:
     double = x.dtype is types.float64
     ints = ir.VectorType(I64 if double else I32, x.lanes)
 
-    def native(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
+    def by_instruction(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
         name = f"llvm.x86.avx512.mask.scalef.{'pd' if double else 'ps'}.512"
         mask = ir.IntType(x.lanes)
         return call(b, name, x.llvm, [*args, args[0], ir.Constant(mask, -1), ir.Constant(I32, 4)])
@@ -82,10 +83,10 @@ def _scale_exponent(tc: Any, x: Any, n: Any) -> Any:
         scaled = b.select(b.fcmp_ordered("<", args[1], const(x, lowest)), const(x, 0.0), scaled)
         return b.select(b.fcmp_unordered("uno", args[0], args[0]), args[0], scaled)
 
-    return x(x, x), native if TARGET.scale_exponent else portable
+    return x(x, x), by_instruction if TARGET.scale_exponent else portable
 
 
-@njit(forceinline=True)
+@native(forceinline=True)
 def exp2(kind: Kind, x: Any) -> Any:
     """2**x for x <= 0 or slightly above; exactly 0 far below (x = -inf too)."""
     x = maximum(splat(kind, -2000.0), x)
@@ -93,7 +94,7 @@ def exp2(kind: Kind, x: Any) -> Any:
     return _scale_exponent(_exp2_polynomial(kind, x - n), n)
 
 
-@njit(forceinline=True)
+@native(forceinline=True)
 def tanh(kind: Kind, x: Any) -> Any:
     """tanh(|x|) = e / (e + 2) with e = exp(2|x|) - 1, which loses no digits where x is small."""
     one, magnitude = splat(kind, 1.0), absolute(x)

@@ -29,7 +29,8 @@ from .call import (
 )
 from .exact import accumulate_exactly
 from .gemm import COLUMNS, Packed, multiply
-from .kinds import Kind, compute_size, lanes, native
+from .kinds import Kind, compute_size, lanes
+from .native import native
 from .operands import all_finite, columns_operand, key_operand
 from .rows import (
     COUNT,

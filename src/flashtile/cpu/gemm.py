@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from .kinds import TARGET, Kind, native, vector_size
+from .kinds import TARGET, Kind, vector_size
+from .native import native
 from .tiles import tile_operations
 
 

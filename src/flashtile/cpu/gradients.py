@@ -20,7 +20,8 @@ from .call import (
     field,
 )
 from .exponential import exp2
-from .kinds import Kind, compute_size, is_pairs, lanes, native, vector_size
+from .kinds import Kind, compute_size, is_pairs, lanes, vector_size
+from .native import native
 from .rows import BATCH_HEAD, COUNT, GRAD_BIAS_ROW, ROW_DELTA, ROW_LSE, ROW_REST
 from .scores import LOG2_E, alibi_distance, score_factor
 from .simd import fma, load, peek, peek_int32, peek_int64, poke, select, splat, store

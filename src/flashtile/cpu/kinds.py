@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.core.datamodel import models
 from numba.core.imputils import lower_constant
 from numba.extending import NativeValue, intrinsic, register_model, typeof_impl, unbox
@@ -109,11 +109,6 @@ def _unbox_kind(typ: KindType, obj: Any, c: Any) -> NativeValue:
 @lower_constant(KindType)
 def _constant_kind(context: Any, builder: Any, typ: KindType, value: Kind) -> Any:
     return context.get_dummy_value()
-
-
-def native(function: Any) -> Any:
-    """Compiles a function that only compiled code calls: without the wrappers that Python or C would need."""
-    return njit(no_cpython_wrapper=True, no_cfunc_wrapper=True)(function)
 
 
 # Facts about a kind, constants at compile time.

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from .call import AT_PAGES, GRAD_OUT, HEAD_DIM, QUERY, VALUE_DIM, field
 from .gemm import Operand
-from .kinds import Kind, compute_size, is_pairs, is_widened, itemsize, lanes, native
+from .kinds import Kind, compute_size, is_pairs, is_widened, itemsize, lanes
+from .native import native
 from .rows import COUNT, GRAD_OUT_ROW, QUERY_ROW
 from .sequences import key_at, run_length
 from .simd import all_lanes, load_stored, peek_int64, read, splat

@@ -23,7 +23,8 @@ from .call import (
     UPPER,
     field,
 )
-from .kinds import Kind, compute_size, native
+from .kinds import Kind, compute_size
+from .native import native
 from .sequences import key_length, plane_at, query_length, query_start
 from .simd import peek, peek_int32, peek_int64, poke, poke_int32, poke_int64
 

@@ -18,7 +18,8 @@ from .call import (
     real_field,
 )
 from .exponential import tanh
-from .kinds import Kind, compute_size, lanes, mask_kind, native, vector_size
+from .kinds import Kind, compute_size, lanes, mask_kind, vector_size
+from .native import native
 from .rows import (
     BIAS_ROW,
     DIAGONAL,

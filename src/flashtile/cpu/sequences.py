@@ -21,7 +21,7 @@ from .call import (
     TILES,
     field,
 )
-from .kinds import native
+from .native import native
 from .simd import peek_int32, peek_int64, poke_int64
 
 # int64 per sequence: first packed query, queries, first packed key, keys, entry of the batch that holds them

@@ -19,7 +19,8 @@ from .call import (
     real_field,
 )
 from .exponential import exp2
-from .kinds import Kind, compute_size, is_pairs, lanes, native, vector_size
+from .kinds import Kind, compute_size, is_pairs, lanes, vector_size
+from .native import native
 from .philox import keep_factors
 from .rows import DRAW_HEAD, DRAW_QUERY, FACTOR, ROW_MAX, ROW_SUM
 from .scores import LOG2_E

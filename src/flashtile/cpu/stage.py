@@ -12,10 +12,10 @@ from .kinds import (
     is_pairs,
     itemsize,
     lanes,
-    native,
     raw_kind,
     vector_size,
 )
+from .native import native
 from .simd import (
     copy_bytes,
     load,

@@ -10,8 +10,9 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from .dots import PREFETCHES, in_order, key_number
-from .kinds import I64, TARGET, Kind, compute_size, itemsize, lanes, native, vector_size
+from .kinds import I64, TARGET, Kind, compute_size, itemsize, lanes, vector_size
 from .llvm import fma_value, offset, pointer, prefetch, splat_value, widen_value
+from .native import native
 from .tiles import tile_operations
 
 # Keys whose products are summed in registers before they are added to O; their addresses are kept at hand.
