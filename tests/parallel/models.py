@@ -11,7 +11,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
 
 import flashtile
 from flashtile import masks, parallel
@@ -70,6 +74,42 @@ def train(group: Any, training: Training) -> tuple[Tensor, dict[str, Tensor]]:
         loss = model(**batch).loss
         loss.backward()
         return one.total(loss), {name: one.total(x) for name, x in gradients_of(model).items()}
+
+
+def train_wrapped(group: Any, wrapper: str, copies: int = 1) -> dict[str, Tensor]:
+    """The weights of a Llama after a step in a wrapper that averages gradients over the ranks.
+
+    Each of ``copies`` has a batch of its own: data along one dimension of a mesh, sequences along the other.
+    """
+    ranks = dist.get_world_size(group) // copies
+    sequence = group if copies == 1 else jobs.meshes[copies, ranks].get_group(1)
+    model = build("llama", "flashtile")
+    if wrapper == "DDP":
+        wrapped = DistributedDataParallel(model, process_group=group)
+    else:
+        for part in (*model.model.layers, model):
+            wrapped = fully_shard(part, mesh=DeviceMesh.from_group(group, "cpu"))
+    with parallel.context_parallel(sequence, layout="zigzag") as one:
+        input_ids = tokens(BATCH * copies, LENGTH).chunk(copies)[dist.get_rank(group) // ranks]
+        loss = wrapped(**one.shard_batch(input_ids, input_ids)).loss
+        (loss * ranks).backward()
+    return _after_a_step(model)
+
+
+def train_unwrapped(batch: int = BATCH) -> dict[str, Tensor]:
+    """The weights after the same step of one process."""
+    model = build("llama", "flashtile")
+    input_ids = tokens(batch, LENGTH)
+    model(input_ids, labels=input_ids, use_cache=False).loss.backward()
+    return _after_a_step(model)
+
+
+def _after_a_step(model: nn.Module) -> dict[str, Tensor]:
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    return {
+        name: (x.full_tensor() if isinstance(x, DTensor) else x).detach()
+        for name, x in model.named_parameters()
+    }
 
 
 def _forward(family: str, **changes: Any) -> Callable[[Any], Any]:

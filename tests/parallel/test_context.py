@@ -6,7 +6,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.parallel.models import MISTAKES, Training, attend_behind_sdpa, mistakes, train
+from tests.parallel.models import (
+    BATCH,
+    MISTAKES,
+    Training,
+    attend_behind_sdpa,
+    mistakes,
+    train,
+    train_unwrapped,
+    train_wrapped,
+)
 
 DOCUMENTS = [0, 3, 40, 40, 41, 61]
 TRAININGS = [
@@ -38,6 +47,16 @@ def test_loss_and_gradients_are_those_of_one_process(ranks, training):
         worst, standard = (max(error(one[name], exact[name]) for name in exact) for one in (found, alone))
         assert worst <= 2 * standard, (worst, standard)
         assert standard < 1e-4  # the comparison means something
+
+
+@pytest.mark.parametrize("copies", [1, 2])
+@pytest.mark.parametrize("wrapper", ["DDP", "FSDP2"])
+def test_a_step_in_wrappers_of_data_parallel_training(ranks, wrapper, copies):
+    alone = train_unwrapped(BATCH * copies)
+    for found in ranks.run(train_wrapped, 4, wrapper=wrapper, copies=copies):
+        assert found.keys() == alone.keys()
+        for name, weights in alone.items():
+            torch.testing.assert_close(found[name], weights)
 
 
 def error(found: Tensor, exact: Tensor) -> float:
