@@ -436,6 +436,16 @@ REFUSALS = [
     ({**APPEND, "key": NEW.double()}, TypeError, "key must have the dtype of query"),
     ({**APPEND, "key_cache": HELD[:1].expand(2, -1, -1, -1)}, ValueError, "key_cache must not be expanded"),
     (
+        {**APPEND, "key_cache": HELD, "value_cache": HELD},
+        ValueError,
+        "value_cache must not lie where key_cache",
+    ),
+    (
+        {**APPEND, "key_cache": HELD, "value_cache": HELD[..., :5], "value": NEW[..., :5]},
+        ValueError,
+        "value_cache must not lie where key_cache",
+    ),
+    (
         {"batch_index": [0, 2]},
         ValueError,
         r"batch_index must be in 0\.\.1, the entries of the cache, got \[0, 2\]",
@@ -490,6 +500,13 @@ def test_refusals_come_before_anything_is_written(changes, error, message):
         flashtile.attention_kvcache(**arguments)
     after = [arguments[name] for name in ("key_cache", "value_cache")]
     assert all(map(torch.equal, before, after))
+
+
+def test_one_cache_can_be_keys_and_values_where_nothing_is_appended():
+    out = flashtile.attention_kvcache(QUERY, HELD, HELD[..., :5], cache_lengths=[3, 17])
+    assert torch.equal(
+        out, flashtile.attention_kvcache(QUERY, HELD, HELD[..., :5].clone(), cache_lengths=[3, 17])
+    )
 
 
 def test_refuses_to_lose_a_gradient():
