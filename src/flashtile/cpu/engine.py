@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from array import array
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,7 +14,7 @@ from . import call as c
 from .backward import backward as backward_kernel
 from .backward import row_deltas
 from .entries import entry
-from .far import together, with_keys_together
+from .far import with_all_together, with_keys_together
 from .gemm import COLUMNS
 from .kinds import Kind
 from .plans import KINDS, Plan, lay_out, plan_forward, plan_of, put_schedule, row_room, tile_keys, tiles_of
@@ -74,7 +73,7 @@ def backward(
         kind = KINDS[query.dtype]
         if grad_out.stride(-1) != 1:  # that of out.sum(): one number, which tiles would gather one by one
             grad_out = grad_out.contiguous()
-        problem, grad_out = _together(problem, grad_out, kind)
+        problem, grad_out = with_all_together(problem, grad_out, kind)
         call = c.describe(problem)
         for tensor, at in ((out, c.OUT), (grad_out, c.GRAD_OUT), (gradients.query, c.GRAD_QUERY)):
             c.put(call, at, c.tensor_fields(tensor))
@@ -91,15 +90,6 @@ def backward(
         _clear_rest(problem, gradients)
     if gradients.sinks is not None and problem.sinks is not None:
         _sum_into(gradients.sinks, gradient_terms(problem.sinks, lse, delta), (0, 2))
-
-
-def _together(problem: AttentionProblem, grad_out: Tensor, kind: Kind) -> tuple[AttentionProblem, Tensor]:
-    """Everything that is read again and again, copied if its rows lie far apart."""
-    sequences = 1 if problem.query_starts is None else problem.sequences
-    keys = problem.key.shape[2]
-    query, upstream = (together(x, sequences, keys, kind) for x in (problem.query, grad_out))
-    problem = with_keys_together(problem, kind)
-    return (problem if query is problem.query else replace(problem, query=query)), upstream
 
 
 def _split_lse(problem: AttentionProblem, lse: Tensor) -> tuple[Tensor, Tensor | None]:

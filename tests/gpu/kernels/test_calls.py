@@ -122,10 +122,11 @@ def test_caches_wait_for_nothing():
         "paged": (pages, {"block_table": numbers([[8, 2, 0, 1], [3, 4, 5, 6]])}),
     }
     for keys, place in places.values():
+        values = keys.clone()
         options = {"key": new, "value": new, "cache_lengths": numbers([7, 40]), **place}
-        expected = flashtile.attention_kvcache(query, keys, keys, **options)
+        expected = flashtile.attention_kvcache(query, keys, values, **options)
         with nothing_waits():
-            found = flashtile.attention_kvcache(query, keys, keys, **options)
+            found = flashtile.attention_kvcache(query, keys, values, **options)
         assert torch.equal(found, expected)
 
 

@@ -264,7 +264,7 @@ def test_nan_reaches_what_sees_it(dtype, mask, with_bias):
 
 @each_dtype
 @pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("value", [math.inf, -math.inf])
+@pytest.mark.parametrize("value", [math.inf, pytest.param(-math.inf, marks=pytest.mark.slow)])
 def test_infinity_reaches_what_sees_it(dtype, mask, value):
     check_infinity(forward_alone, masked_problem(40, 70, dtype, mask), value)
 
