@@ -301,8 +301,6 @@ def _checked_append(
         _check_new("key", key, query, key_cache)
         new = key.shape[2]
         _check_new("value", value, query, value_cache, new)
-        if _begin_together(key_cache, value_cache):
-            raise ValueError("value_cache must not lie where key_cache lies if key and value are appended")
     if values_known(place.lengths):
         what = f"the {place.capacity} places of the cache" + (f" less {new} new keys" if new else "")
         check_range("cache_lengths", place.lengths, 0, place.capacity - new, what)
@@ -330,13 +328,6 @@ def _check_new(name: str, tensor: Tensor, query: Tensor, cache: Tensor, length: 
         )
     if any(stride == 0 and size > 1 for size, stride in zip(cache.shape, cache.stride(), strict=True)):
         raise ValueError(f"{name}_cache must not be expanded where {name} is appended, got stride 0")
-
-
-def _begin_together(one: Tensor, other: Tensor) -> bool:
-    """Whether both have the same first element."""
-    if one is other or in_disguise() or not one.numel() or not other.numel():
-        return one is other
-    return one.data_ptr() == other.data_ptr()
 
 
 def _new_places(place: _Place, new: int, cache: Tensor) -> tuple[Tensor, Tensor]:
@@ -395,9 +386,19 @@ def _append(
     key_cache: Tensor, value_cache: Tensor, key: Tensor, value: Tensor, places: tuple[Tensor, Tensor]
 ) -> None:
     if not in_disguise():
+        if _begin_together(key_cache, value_cache) and not _begin_together(key, value):
+            raise ValueError(
+                "value_cache must not lie where key_cache lies if other values are appended than keys"
+            )
         # Rows of the caches themselves must not change while they are copied.
         stored = [cache.untyped_storage()._cdata for cache in (key_cache, value_cache)]
         key, value = (t.clone() if t.untyped_storage()._cdata in stored else t for t in (key, value))
     # Indices side by side, because vmap gets those with a slice between them wrong.
     key_cache.transpose(1, 2)[places] = key.transpose(1, 2)
     value_cache.transpose(1, 2)[places] = value.transpose(1, 2)
+
+
+def _begin_together(one: Tensor, other: Tensor) -> bool:
+    """Whether both have the same first element, in memory (which a meta tensor has none of)."""
+    place = one.data_ptr()
+    return place != 0 and place == other.data_ptr()
