@@ -17,7 +17,7 @@ from examples import finetune_smollm2
 from flashtile.bench import language
 from tests.tiny_models import assert_as_exact_as_eager, cache_argument, recorded_intervals
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("SmolLM2")]  # loaded once
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,10 @@ import pytest
 from tests.parallel.ranks import Ranks
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    item.add_marker(pytest.mark.xdist_group("ranks"))
+
+
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Ranks]:
     ranks = Ranks(8, sizes=(1, 2, 3, 4), meshes=[(2, 2), (4, 2)])
