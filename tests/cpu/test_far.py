@@ -10,6 +10,7 @@ import torch
 from flashtile.cpu import engine, far
 from flashtile.cpu.gemm import COLUMNS
 from flashtile.cpu.kinds import FLOAT32
+from flashtile.problem import AttentionProblem
 from tests.oracle import random_gradients, random_problem, results_of_backend
 from tests.packing import packed, packed_problem
 
@@ -20,32 +21,46 @@ def heads_of_a_model(length: int, heads: int = 16, head_dim: int = 64) -> torch.
     return torch.zeros(1, length, heads, head_dim).transpose(1, 2)
 
 
+def problem_of(keys: torch.Tensor, queries: int, sequences: int = 1) -> AttentionProblem:
+    """Queries that follow one another, of one head for each head of the keys."""
+    _, heads, length, head_dim = keys.shape
+    starts = {}
+    if sequences > 1:
+        starts = {
+            name: torch.arange(sequences + 1) * (count // sequences)
+            for name, count in (("query_starts", queries), ("key_starts", length))
+        }
+    return AttentionProblem(torch.zeros(1, heads, queries, head_dim), keys, keys, 1.0, **starts)
+
+
 def test_rows_of_a_long_sequence_are_copied():
     tensor = heads_of_a_model(1024)
-    found = far.together(tensor, 1, MANY, FLOAT32)
-    assert found.is_contiguous()
-    assert found.data_ptr() != tensor.data_ptr()
+    found = far.with_keys_together(problem_of(tensor, MANY), FLOAT32)
+    for copy in (found.key, found.value):
+        assert copy.is_contiguous()
+        assert copy.data_ptr() != tensor.data_ptr()
 
 
 @pytest.mark.parametrize(
-    ("tensor", "sequences", "others"),
+    ("tensor", "queries", "sequences"),
     [
-        (heads_of_a_model(1024).contiguous(), 1, MANY),
-        (heads_of_a_model(1023), 1, MANY),  # less than 4 MiB from the first to the last
-        (heads_of_a_model(1024), 1, MANY - 1),
-        (heads_of_a_model(1024), 2, 2 * MANY),  # two packed sequences of half of it
-        (heads_of_a_model(1024)[:, :1].expand(-1, 16, -1, -1), 1, MANY),  # would grow
+        (heads_of_a_model(1024).contiguous(), MANY, 1),
+        (heads_of_a_model(1023), MANY, 1),  # less than 4 MiB from the first to the last
+        (heads_of_a_model(1024), MANY - 1, 1),
+        (heads_of_a_model(1024), 2 * MANY, 2),  # two packed sequences of half of it
+        (heads_of_a_model(1024)[:, :1].expand(-1, 16, -1, -1), MANY, 1),  # would grow
     ],
 )
-def test_nothing_else_is(tensor, sequences, others):
-    assert far.together(tensor, sequences, others, FLOAT32) is tensor
+def test_nothing_else_is(tensor, queries, sequences):
+    problem = problem_of(tensor, queries, sequences)
+    assert far.with_keys_together(problem, FLOAT32) is problem
 
 
 @pytest.fixture
 def copies(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Whether each tensor was copied, where size and number do not matter."""
     copied: list[bool] = []
-    together = far.together
+    together = far._together
 
     def noted(tensor, *arguments):
         found = together(tensor, *arguments)
@@ -54,8 +69,7 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
     monkeypatch.setattr(far, "_SPAN", 0)
     monkeypatch.setattr(far, "_PASSES", 0)
-    for module in (far, engine):
-        monkeypatch.setattr(module, "together", noted)
+    monkeypatch.setattr(far, "_together", noted)
     return copied
 
 

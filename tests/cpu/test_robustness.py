@@ -156,6 +156,7 @@ print("right")
 
 
 INTERRUPTED = """
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 workers._in_forked_child = {in_forked_child}
 workers._VISIT_FLOPS = 1e8
 expected = results()
