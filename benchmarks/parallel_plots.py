@@ -67,19 +67,22 @@ def _bars(axes: Axes, results: Results, height: Callable[[dict[str, Any]], float
 def _limits(axes: Axes, found: dict[str, Any], direction: str) -> None:
     """What as many threads of one process reach, and what the cores allow beyond their number."""
     cores = found["machine"]["cores"]
+    groups = _groups([result for result in found["results"] if result["way"]["ranks"] > 1])
     for result in found["results"]:
         way = result["way"]
-        if (
-            way["method"] == "one process"
-            and way["threads"] == cores > 1
-            and result["direction"] == direction
-        ):
-            figures.draw_peak(axes, 100 * efficiency(found, result), f"one process, {cores} threads")
-    for place, count in enumerate(_groups([r for r in found["results"] if r["way"]["ranks"] > 1])):
+        threads = way["threads"] if way["method"] == "one process" and result["direction"] == direction else 1
+        if threads == cores and threads in groups:
+            place, percent = groups.index(threads), 100 * efficiency(found, result)
+            _limit(axes, place, percent, f"one process, {cores} threads", "#57606a")
+    for place, count in enumerate(groups):
         if count > cores:
-            axes.hlines(100 * cores / count, place - 0.42, place + 0.42, color="#cf222e", linewidth=1)
-            end = (place + 0.42, 100 * cores / count)
-            axes.annotate(f"{cores} cores", end, fontsize=8, color="#cf222e", va="bottom", ha="right")
+            _limit(axes, place, 100 * cores / count, f"{cores} cores", "#cf222e")
+
+
+def _limit(axes: Axes, place: float, percent: float, title: str, color: str) -> None:
+    """A line over a group of bars, with its name behind the last of them."""
+    axes.hlines(percent, place - 0.42, place + 0.42, color=color, linewidth=1, linestyles="--")
+    axes.annotate(title, (place + 0.43, percent), fontsize=8, color=color, va="center", ha="left")
 
 
 def _formulas(axes: Axes, results: Results) -> None:
