@@ -26,6 +26,7 @@ from flashtile.masks import (
     prefix,
     window,
 )
+from tests.conftest import combines_masks_in_a_graph
 
 CPU = torch.device("cpu")
 LENGTHS = [(0, 0), (0, 5), (5, 0), (1, 1), (1, 7), (7, 1), (6, 6), (5, 9), (9, 5)]
@@ -387,6 +388,7 @@ class TestCompile:
             mask = causal() & key_lengths(lengths)
             assert torch.equal(compiled(mask, torch.empty(2, 8, 8)), mask.dense(2, 8, 8))
 
+    @combines_masks_in_a_graph
     def test_built_inside(self):
         def make(lengths: Tensor, ids: Tensor) -> Mask:
             return (

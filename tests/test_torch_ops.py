@@ -11,6 +11,7 @@ from torch import Tensor
 
 import flashtile
 from flashtile import masks
+from tests.conftest import combines_masks_in_a_graph
 
 FORWARD = torch.ops.flashtile.attention_forward.default
 BACKWARD = torch.ops.flashtile.attention_backward.default
@@ -162,6 +163,7 @@ def results(function: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> list
     return [out.detach(), *torch.autograd.grad(out.sum(), [t for t in inputs if t.requires_grad])]
 
 
+@combines_masks_in_a_graph
 @pytest.mark.filterwarnings("ignore:.*:DeprecationWarning")
 @pytest.mark.parametrize(
     ("backend", "dynamic"), [("aot_eager", False), ("aot_eager", True), ("inductor", True)]

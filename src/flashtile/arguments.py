@@ -231,7 +231,7 @@ def _broadcastable(name: str, tensor: Tensor, query: Tensor, sizes: Sizes, three
     # Not `size in (1, expected)`: torch.compile decides membership of symbolic sizes by identity.
     if len(shape) > len(full) or any(
         size != 1 and expected is not None and size != expected
-        for size, expected in zip(reversed(shape), reversed(full), strict=False)
+        for size, expected in zip(shape, full[len(full) - len(shape) :], strict=True)
     ):
         names = "batch, query_length, key_length" if three_dims else "batch, heads, query_length, key_length"
         raise ValueError(f"{name} must broadcast to ({names}) = {full}, got {shape_of(tensor)}")
@@ -242,7 +242,7 @@ def _broadcastable(name: str, tensor: Tensor, query: Tensor, sizes: Sizes, three
 
 def _checked_slopes(slopes: Tensor, query: Tensor, sizes: Sizes) -> Tensor:
     slopes = _checked_floats("alibi_slopes", slopes, query)
-    batch, heads = sizes[:2]
+    batch, heads = sizes.batch, sizes.heads
     rows = slopes.shape[0] if slopes.dim() == 2 else 1
     if slopes.dim() not in (1, 2) or slopes.shape[-1] != heads or (rows != 1 and rows != batch):
         raise ValueError(

@@ -69,7 +69,7 @@ def combine(outputs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, 
 
 
 def _tensors(name: str, values: Tensor | Sequence[Tensor]) -> list[Tensor]:
-    if not isinstance(values, Tensor | Sequence):
+    if not isinstance(values, (Tensor, Sequence)):
         raise TypeError(f"{name} must be a tensor or a sequence of tensors, got {type(values).__name__}")
     tensors = list(values.unbind() if isinstance(values, Tensor) and values.dim() else values)
     if not tensors:

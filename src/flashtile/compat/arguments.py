@@ -41,7 +41,7 @@ def _bounds(window_size: WindowSize) -> tuple[int | None, int | None]:
         if window_size.is_floating_point() or window_size.is_complex() or window_size.dtype == torch.bool:
             _refuse_window(window_size)
         sizes = window_size.tolist()
-    if not isinstance(sizes, tuple | list) or len(sizes) != 2:
+    if not isinstance(sizes, (tuple, list)) or len(sizes) != 2:
         _refuse_window(window_size)
     return _bound(sizes[0], window_size), _bound(sizes[1], window_size)
 
@@ -74,6 +74,13 @@ class Options(NamedTuple):
     sinks: Tensor | None
     dropout_p: float
     seed: int | Tensor | None = None
+
+    def keywords(self) -> dict[str, Any]:
+        """The options by name."""
+        return dict(zip(_NAMES, self, strict=True))
+
+
+_NAMES = Options._fields  # torch.compile before torch 2.9 knows no more of a NamedTuple than of a tuple
 
 
 def options_of(

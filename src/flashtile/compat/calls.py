@@ -26,7 +26,7 @@ def attend(inputs: Sequence[Tensor], options: Options, return_attn_probs: bool, 
         options = _with_seed(options, query)
     out: Tensor
     lse: Tensor
-    out, lse = named(attention, query, key, value, **options._asdict(), return_lse=True)
+    out, lse = named(attention, query, key, value, **options.keywords(), return_lse=True)
     out = out.transpose(1, 2)
     if not return_attn_probs:
         return (out, lse) if return_lse else out
@@ -70,7 +70,7 @@ def attend_packed(
         max_seqlen_q=bounds[0],
         max_seqlen_k=bounds[-1],
         block_table=block_table,
-        **options._asdict(),
+        **options.keywords(),
         return_lse=True,
         names=names,
     )
@@ -134,7 +134,7 @@ def _with_seed(options: Options, query: Tensor) -> Options:
     """Whoever asks for the dropped entries needs the seed: drawn as attention() would, so out is the same."""
     if not options.dropout_p or options.seed is not None:
         return options
-    return options._replace(seed=draw_seed(query.device))
+    return Options(**{**options.keywords(), "seed": draw_seed(query.device)})
 
 
 def _bound(name: str, length: int | Tensor) -> int | None:

@@ -66,7 +66,7 @@ def per_position(values: object, name: str) -> Tensor:
 
 
 def is_int(value: object) -> bool:
-    return isinstance(value, int | torch.SymInt) and not isinstance(value, bool)
+    return isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool)
 
 
 def call(name: str, *arguments: object, **options: object) -> str:

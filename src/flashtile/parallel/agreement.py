@@ -33,7 +33,7 @@ def text_code(text: str | None) -> int:
 
 def documents_code(cu_seqlens: Tensor | Sequence[int] | None) -> int:
     """A number for cumulative lengths, whatever they hold."""
-    if isinstance(cu_seqlens, Tensor | Sequence):
+    if isinstance(cu_seqlens, (Tensor, Sequence)):
         cu_seqlens = cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else list(cu_seqlens)
     return text_code(None if cu_seqlens is None else repr(cu_seqlens))
 

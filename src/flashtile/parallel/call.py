@@ -137,7 +137,7 @@ def _checked(
     dispatch.check_part(query.device, query.dtype, query.shape[3], value.shape[3], backward=any(recorded))
     checked_layout(layout)
     mask, softcap, dropout_p = options.get("mask"), options.get("softcap"), options.get("dropout_p", 0.0)
-    if mask is not None and not isinstance(mask, Mask | Tensor):
+    if mask is not None and not isinstance(mask, (Mask, Tensor)):
         refuse_mask(mask)
     batch, heads, query_length, head_dim = query.shape
     scale, slopes, sinks = options.get("scale"), options.get("alibi_slopes"), options.get("sinks")
