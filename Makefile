@@ -5,8 +5,8 @@
 # PYTHON=python3.12  which interpreter .venv is made from (default: the first that is 3.10 or newer)
 # PIP_ARGS=...       more arguments for pip. On Linux PyPI's torch brings the CUDA libraries along;
 #                    --extra-index-url https://download.pytorch.org/whl/cpu takes the small build.
-# WORKERS=2          processes that run the tests, unless ARGS says otherwise; each uses two threads, and
-#                    those that wait must not keep a core busy (OMP_WAIT_POLICY)
+# WORKERS=2          processes that run the tests, unless ARGS says otherwise; each uses two threads,
+#                    which sleep while they wait (OMP_WAIT_POLICY), for others need the cores
 # ARGS=...           arguments for the program that is run: make demo ARGS=--quick, make test ARGS="-k masks"
 
 VENV := .venv

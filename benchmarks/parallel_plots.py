@@ -65,15 +65,15 @@ def _bars(axes: Axes, results: Results, height: Callable[[dict[str, Any]], float
 
 
 def _limits(axes: Axes, found: dict[str, Any], direction: str) -> None:
-    """What as many threads of one process reach, and what the cores allow beyond their number."""
+    """Beside as many processes as cores, what a thread on each reaches; over more, what the cores allow."""
     cores = found["machine"]["cores"]
     groups = _groups([result for result in found["results"] if result["way"]["ranks"] > 1])
     for result in found["results"]:
         way = result["way"]
-        threads = way["threads"] if way["method"] == "one process" and result["direction"] == direction else 1
-        if threads == cores and threads in groups:
-            place, percent = groups.index(threads), 100 * efficiency(found, result)
-            _limit(axes, place, percent, f"one process, {cores} threads", "#57606a")
+        alone = way["method"] == "one process" and way["threads"] == cores
+        if alone and result["direction"] == direction and cores in groups:
+            percent = 100 * efficiency(found, result)
+            _limit(axes, groups.index(cores), percent, f"one process, {cores} threads", "#57606a")
     for place, count in enumerate(groups):
         if count > cores:
             _limit(axes, place, 100 * cores / count, f"{cores} cores", "#cf222e")
@@ -81,7 +81,7 @@ def _limits(axes: Axes, found: dict[str, Any], direction: str) -> None:
 
 def _limit(axes: Axes, place: float, percent: float, title: str, color: str) -> None:
     """A line over a group of bars, with its name behind the last of them."""
-    axes.hlines(percent, place - 0.42, place + 0.42, color=color, linewidth=1, linestyles="--")
+    axes.hlines(percent, place - 0.42, place + 0.42, color=color, linewidth=1, linestyles="--", zorder=0)
     axes.annotate(title, (place + 0.43, percent), fontsize=8, color=color, va="center", ha="left")
 
 

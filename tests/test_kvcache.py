@@ -438,7 +438,7 @@ REFUSALS = [
     (
         {**APPEND, "key_cache": HELD, "value_cache": HELD, "value": NEW + 1},
         ValueError,
-        "value_cache must not lie where key_cache lies if other values are appended than keys",
+        "value must be a view of key, such as",
     ),
     (
         {"batch_index": [0, 2]},

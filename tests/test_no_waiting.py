@@ -90,12 +90,12 @@ def test_caches():
     cache, pages = normal(2, 2, 64, 8), normal(9, 2, 16, 8)
     for place in ({}, {"batch_index": integers(2)}):
         out, lse = flashtile.attention_kvcache(
-            query, cache, cache, key=new, value=new, mask=masks.window(9, 0), left_padding=integers(2),
-            **options, **place,
+            query, cache, torch.empty_like(cache), key=new, value=new, mask=masks.window(9, 0),
+            left_padding=integers(2), **options, **place,
         )  # fmt: skip
         assert out.device.type == lse.device.type == "meta"
     flashtile.attention_kvcache(
-        query, pages, pages, key=new, value=new, block_table=integers(2, 4), **options
+        query, pages, torch.empty_like(pages), key=new, value=new, block_table=integers(2, 4), **options
     )
     flashtile.attention_kvcache(query, cache, cache, cache_lengths=7)
     paged = flashtile.attention_varlen(

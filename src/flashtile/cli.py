@@ -104,12 +104,14 @@ def _info(options: argparse.Namespace) -> int:
     from flashtile import dispatch
     from flashtile.bench import machine
     from flashtile.bench.cases import DTYPES
+    from flashtile.cache_folder import folder
 
     names = ("device", "heads", "kv_heads", "query_length", "key_length", "head_dim", "value_head_dim")
     explanation = dispatch.explain(
         dtype=DTYPES[options.dtype], **{name: getattr(options, name) for name in names}
     )
-    facts = machine.describe()
+    kept = folder() or "none is writable: kernels are compiled in every process"
+    facts = machine.describe() | {"cache_folder": str(kept)}
     code = 1 if dispatch.UNSERVED in explanation.splitlines() else 0
     if options.json:
         print(json.dumps({**facts, "call": explanation.splitlines()}, indent=2))

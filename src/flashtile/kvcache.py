@@ -21,7 +21,7 @@ from flashtile.arguments import (
     shape_of,
 )
 from flashtile.masks import Intervals, Mask, key_starts
-from flashtile.masks.arguments import in_disguise, is_int, values_known
+from flashtile.masks.arguments import is_int, values_known
 from flashtile.masks.lengths import Cached
 from flashtile.problem import AttentionProblem, default_scale
 from flashtile.ragged import (
@@ -118,7 +118,8 @@ def attention_kvcache(
             that of the sequence after the append.
         key_cache: (Bc, Hkv, Sc, D), any strides; or pages of it, (pages, Hkv, page_size, D).
         value_cache: the same with head_dim Dv.
-        key, value: (B, Hkv, Snew, D) and (B, Hkv, Snew, Dv), appended at ``cache_lengths``.
+        key, value: (B, Hkv, Snew, D) and (B, Hkv, Snew, Dv), appended at ``cache_lengths``. Where value_cache
+            is a view of key_cache, value has to be the same view of key.
         cache_lengths: int or (B,): keys already in the cache. By default it is full.
         block_table: (B, P) integers: the pages of each sequence in order, of any size >= 1. Entries beyond
             its length are not looked at.
@@ -385,11 +386,14 @@ def _checked_rotary(
 def _append(
     key_cache: Tensor, value_cache: Tensor, key: Tensor, value: Tensor, places: tuple[Tensor, Tensor]
 ) -> None:
-    if not in_disguise():
-        if _begin_together(key_cache, value_cache) and not _begin_together(key, value):
-            raise ValueError(
-                "value_cache must not lie where key_cache lies if other values are appended than keys"
-            )
+    if not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is None:
+        if key.numel() and _begin_together(key_cache, value_cache):
+            alike = key_cache.stride() == value_cache.stride() and key.stride() == value.stride()
+            if not alike or not _begin_together(key, value):
+                raise ValueError(
+                    "value must be a view of key, such as key[..., :head_dim], where value_cache is one of "
+                    "key_cache: both are written to the same memory"
+                )
         # Rows of the caches themselves must not change while they are copied.
         stored = [cache.untyped_storage()._cdata for cache in (key_cache, value_cache)]
         key, value = (t.clone() if t.untyped_storage()._cdata in stored else t for t in (key, value))
@@ -399,6 +403,6 @@ def _append(
 
 
 def _begin_together(one: Tensor, other: Tensor) -> bool:
-    """Whether both have the same first element, in memory (which a meta tensor has none of)."""
-    place = one.data_ptr()
-    return place != 0 and place == other.data_ptr()
+    """Whether both have the same first element."""
+    same_storage = one.untyped_storage()._cdata == other.untyped_storage()._cdata
+    return same_storage and one.storage_offset() == other.storage_offset()

@@ -129,7 +129,7 @@ machine = llvm.Target.from_triple(triple).create_target_machine(cpu="generic", o
 kernel_name, kind_name = sys.argv[1:]
 kernel = getattr(sys.modules[f"flashtile.cpu.{kernel_name}"], kernel_name)
 kind = getattr(kinds, kind_name)
-work = njit(lambda call, scratch, task: kernel(kind, call, scratch, task))  # a kernel is made for its callers
+work = njit(lambda call, scratch, task: kernel(kind, call, scratch, task))  # a kernel has no code of its own
 work.compile((int64, int64, int64))
 code = work.inspect_llvm(work.signatures[0])
 code = re.sub('target triple = ".*"', f'target triple = "{triple}"', code)

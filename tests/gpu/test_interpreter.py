@@ -1,6 +1,6 @@
 """The kernels without a GPU: every file in kernels/ in a process whose kernels Triton interprets.
 
-What is marked slow there takes half an hour: TRITON_INTERPRET=1 python -m pytest tests/gpu/kernels -m slow
+What is marked slow there takes longer: TRITON_INTERPRET=1 python -m pytest tests/gpu/kernels -m slow
 """
 
 from __future__ import annotations

@@ -10,7 +10,8 @@ from tests.parallel.ranks import Ranks
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    item.add_marker(pytest.mark.xdist_group("ranks"))
+    if isinstance(item, pytest.Function) and "ranks" in item.fixturenames:
+        item.add_marker(pytest.mark.xdist_group("ranks"))
 
 
 @pytest.fixture(scope="session")

@@ -87,12 +87,14 @@ def train_wrapped(group: Any, wrapper: str, copies: int = 1) -> dict[str, Tensor
     if wrapper == "DDP":
         wrapped = DistributedDataParallel(model, process_group=group)
     else:
-        for part in (*model.model.layers, model):
-            wrapped = fully_shard(part, mesh=DeviceMesh.from_group(group, "cpu"))
+        mesh = DeviceMesh.from_group(group, "cpu")
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=mesh)
+        wrapped = fully_shard(model, mesh=mesh)
     with parallel.context_parallel(sequence, layout="zigzag") as one:
         input_ids = tokens(BATCH * copies, LENGTH).chunk(copies)[dist.get_rank(group) // ranks]
         loss = wrapped(**one.shard_batch(input_ids, input_ids)).loss
-        (loss * ranks).backward()
+        (loss * ranks).backward()  # the wrapper's average over parts, which ought to be added up
     return _after_a_step(model)
 
 

@@ -78,7 +78,7 @@ def describe() -> dict[str, object]:
 
     return {
         "cpu": cpu_name(),
-        **{name.replace(" ", "_"): fact for name, fact in cpu.describe().items()},
+        **cpu.describe(),
         "cores": usable_cores(),
         "threads": torch.get_num_threads(),
         "memory_gib": round(memory_bytes() / 2**30, 1),

@@ -80,7 +80,8 @@ class Options(NamedTuple):
         return dict(zip(_NAMES, self, strict=True))
 
 
-_NAMES = Options._fields  # torch.compile before torch 2.9 knows no more of a NamedTuple than of a tuple
+# torch.compile before torch 2.9 knows neither _fields nor _asdict nor _replace.
+_NAMES = Options._fields
 
 
 def options_of(

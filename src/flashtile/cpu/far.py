@@ -21,7 +21,7 @@ _SPAN = 4 * 2**20
 def with_keys_together(problem: AttentionProblem, kind: Kind) -> AttentionProblem:
     """The problem, its keys and values copied if that pays; never those of a cache."""
     _, heads, queries, _ = problem.query.shape
-    if _few(heads * queries, kind):  # a small call, whose time the rest would be part of
+    if _few(heads * queries, kind):  # in a small call the checks below would cost noticeable time
         return problem
     if problem.key_lengths is not None or problem.block_table is not None:
         return problem

@@ -21,16 +21,12 @@ def checked_alignment(alignment: Alignment | None) -> Alignment | None:
 
 
 def values_known(values: Tensor) -> bool:
-    """Whether values can be looked at: in host memory, and not `in_disguise`."""
-    return values.device.type == "cpu" and not in_disguise()
-
-
-def in_disguise() -> bool:
-    """Whether tensors may be others than they seem: traced, fake, or mapped by vmap."""
+    """Whether values can be looked at: in host memory, and neither traced, nor fake, nor mapped by vmap."""
     return (
-        torch.compiler.is_compiling()
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or torch._C._len_torch_dispatch_stack() > 0
+        values.device.type == "cpu"
+        and not torch.compiler.is_compiling()
+        and torch._C._functorch.peek_interpreter_stack() is None
+        and torch._C._len_torch_dispatch_stack() == 0
     )
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
+import zlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.conftest import dtype_name
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 # Hidden scores are -inf, sums of nothing 0, and NaN is among the inputs: NumPy warns, a GPU does not.
@@ -24,13 +27,18 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before those that are slow are deselected
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Interpreted, a case runs in one of its two dtypes, which take turns; in the other it is slow."""
-    seen: Counter[Any] = Counter()
+    """Interpreted, a case that has several dtypes runs in one of them; in the others it is slow."""
+    cases: dict[tuple[Any, str], list[pytest.Item]] = {}
     for item in items:
-        if INTERPRETED and isinstance(item, pytest.Function) and "dtype" in item.fixturenames:
-            case, second = divmod(seen[item.function], 2)
-            seen[item.function] += 1
-            if second != case % 2:
+        if not INTERPRETED or not isinstance(item, pytest.Function) or "dtype" not in item.fixturenames:
+            continue
+        if Path(__file__).parent in item.path.parents:
+            case = item.callspec.id.replace(dtype_name(item.callspec.params["dtype"]), "")
+            cases.setdefault((item.function, case), []).append(item)
+    for (_, case), in_dtypes in cases.items():
+        chosen = zlib.crc32(case.encode()) % len(in_dtypes)
+        for index, item in enumerate(in_dtypes):
+            if index != chosen:
                 item.add_marker(pytest.mark.slow)
 
 
@@ -51,9 +59,9 @@ def _once_a_launch(patch: Callable[[Any], Any]) -> Callable[[Any], Any]:
         namespace = id(function.__globals__)
         if namespace in patched:
             return None
+        scope = patch(function)
         is_launch = not patched
         patched.add(namespace)
-        scope = patch(function)
         if is_launch:
             restore = scope.restore
 
