@@ -55,7 +55,7 @@ def test_loss_and_gradients_are_those_of_one_process(ranks, training):
 def test_a_step_in_wrappers_of_data_parallel_training(ranks, wrapper, copies):
     alone = train_unwrapped(BATCH * copies)
     for name, weights in build("llama", "flashtile").named_parameters():
-        assert error(alone[name], weights) > 1e-3  # the step is far larger than what is allowed below
+        assert error(alone[name], weights.detach()) > 1e-3  # far more than is allowed below
     for found in ranks.run(train_wrapped, 4, wrapper=wrapper, copies=copies):
         assert found.keys() == alone.keys()
         for name, weights in alone.items():
