@@ -10,10 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-combines_masks_in_a_graph = pytest.mark.skipif(
-    torch.torch_version.TorchVersion(torch.__version__) < "2.9",
-    reason="before torch 2.9 torch.compile does not know the operator & of masks",
-)
+
+def needs_torch_2_9(before: str) -> pytest.MarkDecorator:
+    """Skips a test where torch is older; ``before``: what it cannot do there."""
+    return pytest.mark.skipif(torch.__version__ < "2.9", reason=f"before torch 2.9 {before}")
+
+
+combines_masks_in_a_graph = needs_torch_2_9("torch.compile does not know the operator & of masks")
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 

@@ -17,6 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import flashtile
 from flashtile import cpu, dispatch
 from flashtile.integrations import sdpa
+from tests.conftest import needs_torch_2_9
 
 
 class CountingBackend:
@@ -202,9 +203,10 @@ def test_errors_are_torchs():
     assert messages[0] == messages[1]
 
 
+@needs_torch_2_9("torch's own operator reads beside the keys of grouped heads")
 def test_the_flash_operator_keeps_its_promises():
     """Output with the strides of query; LSE in the compute dtype stored as (batch, length, heads)."""
-    inputs = [by_length(2, 4, 9, 8), normal(2, 4, 7, 8), normal(2, 4, 7, 8)]
+    inputs = [by_length(2, 4, 9, 8), normal(2, 2, 7, 8), normal(2, 2, 7, 8)]
     operator = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
     expected_out, expected_lse = operator(*inputs, is_causal=True)
     with flashtile.activated():

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import flashtile
@@ -297,6 +298,15 @@ class Layer(nn.Module):
         return torch.tanh(self.mix(out.transpose(1, 2).flatten(2)))
 
 
+def weights_after_a_step(model: nn.Module, rate: float) -> dict[str, Tensor]:
+    """The whole weights, sharded or not, after a step along the gradients."""
+    torch.optim.SGD(model.parameters(), lr=rate).step()
+    return {
+        name: (x.full_tensor() if isinstance(x, DTensor) else x).detach()
+        for name, x in model.named_parameters()
+    }
+
+
 def train_fully_sharded(group: Any) -> dict[str, tuple[Tensor, Tensor]]:
     """Weights after a step of FSDP2 with sharded sequences, and after one of a single process."""
     states, target = torch.randn(2, 2, 24, 16)
@@ -311,8 +321,5 @@ def train_fully_sharded(group: Any) -> dict[str, tuple[Tensor, Tensor]]:
         loss = (model(own_states) - own_target).square().sum()
         # FSDP averages gradients over the ranks.
         (loss * (dist.get_world_size(group) if sharded else 1)).backward()
-        torch.optim.SGD(model.parameters(), lr=1e-2).step()
-        weights[sharded] = {
-            name: (x.full_tensor() if sharded else x).detach() for name, x in model.named_parameters()
-        }
+        weights[sharded] = weights_after_a_step(model, 1e-2)
     return {name: (weights[True][name], weights[False][name]) for name in weights[True]}

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
@@ -95,7 +94,7 @@ def train_wrapped(group: Any, wrapper: str, copies: int = 1) -> dict[str, Tensor
         input_ids = tokens(BATCH * copies, LENGTH).chunk(copies)[dist.get_rank(group) // ranks]
         loss = wrapped(**one.shard_batch(input_ids, input_ids)).loss
         (loss * ranks).backward()  # the wrapper's average over parts, which ought to be added up
-    return _after_a_step(model)
+    return jobs.weights_after_a_step(model, 0.1)
 
 
 def train_unwrapped(batch: int = BATCH) -> dict[str, Tensor]:
@@ -103,15 +102,7 @@ def train_unwrapped(batch: int = BATCH) -> dict[str, Tensor]:
     model = build("llama", "flashtile")
     input_ids = tokens(batch, LENGTH)
     model(input_ids, labels=input_ids, use_cache=False).loss.backward()
-    return _after_a_step(model)
-
-
-def _after_a_step(model: nn.Module) -> dict[str, Tensor]:
-    torch.optim.SGD(model.parameters(), lr=0.1).step()
-    return {
-        name: (x.full_tensor() if isinstance(x, DTensor) else x).detach()
-        for name, x in model.named_parameters()
-    }
+    return jobs.weights_after_a_step(model, 0.1)
 
 
 def _forward(family: str, **changes: Any) -> Callable[[Any], Any]:
