@@ -42,9 +42,12 @@ def fill(text: str, found: dict[str, Any]) -> str:
 
 def fill_doors(text: str, found: dict[str, Any]) -> str:
     """The same for packed sequences and caches (benchmarks.doors)."""
-    ceiling = f"Reading memory: {found['read_gb_per_s']:.0f} GB/s. In brackets: their time over flashtile's."
+    explained = (
+        "Reading alone: torch's sum of as many bytes, measured in turn with the calls, and what it is of "
+        "flashtile's time. In the last brackets: their time over flashtile's."
+    )
     rows = markdown(doors.COLUMNS, doors.rows(found))
-    return between(text, DOORS_BEGIN, DOORS_END, f"{machine_line(found['machine'])} {ceiling}\n\n{rows}")
+    return between(text, DOORS_BEGIN, DOORS_END, f"{machine_line(found['machine'])} {explained}\n\n{rows}")
 
 
 def fill_summary(text: str, found: dict[str, Any]) -> str:

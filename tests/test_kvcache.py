@@ -273,6 +273,26 @@ def test_bits_do_not_depend_on_the_batch_or_threads():
         assert torch.equal(whole[own], alone)
 
 
+@pytest.mark.parametrize("rows", [1, 70])
+@pytest.mark.parametrize("page_size", [None, 16])
+def test_one_length_for_all_gets_the_bits_of_lengths_that_differ(page_size, rows):
+    """Plans of the former are remembered: the next call has other lengths, and its pages are elsewhere."""
+    query, *_ = new_rows(rows)
+    for length in (1200, 1100, 1200):
+        cache = dataclasses.replace(Cache.random(), lengths=torch.full((3,), length))
+        cache.key[:], cache.value[:] = torch.randn(2, *cache.key.shape)
+        held, places = [cache.key, cache.value], {}
+        if page_size is not None:
+            *held, places["block_table"] = cache.pages(page_size)
+        whole = flashtile.attention_kvcache(query, *held, cache_lengths=cache.lengths, **places)
+        differing = torch.tensor([length, 3, length])
+        among_others = flashtile.attention_kvcache(query, *held, cache_lengths=differing, **places)
+        assert torch.equal(whole[0], among_others[0])
+        assert torch.equal(whole[2], among_others[2])
+        expected = flashtile.attention(query, cache.key[:, :, :length], cache.value[:, :, :length])
+        assert torch.equal(whole, expected)
+
+
 @pytest.mark.parametrize("paged", [False, True])
 def test_compiles_without_graph_breaks(paged):
     def step(query, key_cache, value_cache, key, value, lengths, table):

@@ -32,7 +32,7 @@ from .call import (
     VALUE_DIM,
     field,
 )
-from .dots import score_rows, stream_order
+from .dots import score_rows
 from .exact import accumulate_exactly
 from .forward import finish_rows, start_rows
 from .kinds import (
@@ -62,10 +62,13 @@ from .rows import (
 )
 from .scores import LOG2_E, finish_scores, hides_some, score_factor
 from .sequences import list_keys, place_of
-from .simd import load, peek, peek_int64, poke, splat, store
+from .simd import load, peek, peek_int64, poke, poke_int64, splat, store
 from .softmax import online_softmax
 from .stage import copy_numbers, fill, padded, stage_lanes, stage_listed, unstage_natural
 from .weigh import weigh_rows
+
+# How far ahead of the row that is read memory is asked for the next ones, in bytes of K and of V.
+_AHEAD_BYTES, _AHEAD_ROWS = 2**14, 16
 
 
 @native
@@ -118,16 +121,41 @@ def _decode_split(
     start, step = split * field(call, SPLIT_KEYS), field(call, TILE_KEYS)
     low = max(start, peek_int64(table + LOW) // step * step)
     high = min(start + field(call, SPLIT_KEYS), peek_int64(table + HIGH))
-    list_keys(call, KEY, batch, kv_head, low, min(step, high - low), _listed(call, scratch, 1))
     for first in range(low, high, step):
-        keys, later = min(step, high - first), min(step, high - first - step)
+        keys, later = min(step, high - first), max(0, high - first - step)
         _decode_keys(kind, call, scratch, batch, kv_head, first, keys, later, rows, direct, query_row)
 
 
 @native
-def _listed(call: int, scratch: int, part: int) -> int:
-    """Memory for a number for each key of a tile: their order (0), the addresses of K (1) and of V (2)."""
-    return scratch + field(call, AT_ADDRESSES) + 8 * part * field(call, TILE_KEYS)
+def _list_rows(
+    kind: Kind,
+    call: int,
+    scratch: int,
+    tensor: int,
+    batch: int,
+    kv_head: int,
+    first: int,
+    keys: int,
+    later: int,
+) -> int:
+    """Lists the rows of K or V of a tile, and behind them those that are asked for meanwhile.
+
+    `later` keys of the split follow the tile.
+    """
+    table, ahead = scratch + field(call, AT_ADDRESSES), _rows_ahead(kind, call, tensor)
+    listed = table if tensor == KEY else table + 16 * field(call, TILE_KEYS)
+    count = keys + min(ahead, later)
+    list_keys(call, tensor, batch, kv_head, first, count, listed)
+    last = peek_int64(listed + 8 * (count - 1))
+    for i in range(count, keys + ahead):
+        poke_int64(listed + 8 * i, last)
+    return listed
+
+
+@native
+def _rows_ahead(kind: Kind, call: int, tensor: int) -> int:
+    size = itemsize(kind) * (field(call, HEAD_DIM) if tensor == KEY else field(call, VALUE_DIM))
+    return min(field(call, TILE_KEYS), max(_AHEAD_ROWS, _AHEAD_BYTES // size))
 
 
 @native
@@ -156,10 +184,8 @@ def _decode_keys(
     width, table = lanes(kind), scratch + field(call, AT_ROWS)
     scores, spare = scratch + field(call, AT_SCORES), scratch + field(call, AT_BIAS)
     out, out_row = scratch + field(call, AT_OUT), _out_row(kind, call)
-    list_keys(call, VALUE, batch, kv_head, first, keys, _listed(call, scratch, 2))
-    _score_keys(kind, call, scratch, keys, rows, direct, query_row)
-    if later > 0:
-        list_keys(call, KEY, batch, kv_head, first + keys, later, _listed(call, scratch, 1))
+    listed = _list_rows(kind, call, scratch, KEY, batch, kv_head, first, keys, later)
+    _score_keys(kind, call, scratch, listed, keys, rows, direct, query_row)
     finish_scores(kind, call, table, scores, 0, spare, first, keys, width)
     if online_softmax(kind, call, table, scores, score_factor(call), first, keys, width):
         _rescale_rows(kind, out, out_row, rows, table + FACTOR)
@@ -169,39 +195,38 @@ def _decode_keys(
         size = compute_size(kind)
         accumulate_exactly(kind, call, table, scores, width, out, out_row, size, batch, kv_head, first, keys)
         return
-    _weigh_values(kind, call, scratch, keys, rows)
+    listed = _list_rows(kind, call, scratch, VALUE, batch, kv_head, first, keys, later)
+    _weigh_values(kind, call, scratch, listed, keys, rows)
 
 
 @native
 def _score_keys(
-    kind: Kind, call: int, scratch: int, keys: int, rows: int, direct: bool, query_row: int
+    kind: Kind, call: int, scratch: int, listed: int, keys: int, rows: int, direct: bool, query_row: int
 ) -> None:
-    """Scores of a tile of keys, wherever their rows lie; also fixes the order of the tile's keys."""
+    """Scores of a tile of keys, wherever their rows lie."""
     scores, row, head_dim = scratch + field(call, AT_SCORES), vector_size(kind), field(call, HEAD_DIM)
     query, step = scratch + field(call, AT_QUERY), field(call, KEY + 4)
-    order, listed, ahead = (_listed(call, scratch, 0), _listed(call, scratch, 1), _listed(call, scratch, 2))
-    stream_order(order, keys)
+    ahead = listed + 8 * _rows_ahead(kind, call, KEY)
     if direct:
         length = head_dim * itemsize(kind)
-        score_rows(dot_kind(kind), listed, order, ahead, query, query_row, length, keys, rows, scores, row)
+        score_rows(dot_kind(kind), listed, ahead, query, query_row, length, keys, rows, scores, row)
         return
     stage_listed(kind, listed, keys, step, head_dim, scratch + field(call, AT_KEY), query_row)
-    score_rows(compute_kind(kind), listed, order, ahead, query, query_row, query_row, keys, rows, scores, row)
+    score_rows(compute_kind(kind), listed, ahead, query, query_row, query_row, keys, rows, scores, row)
 
 
 @native
-def _weigh_values(kind: Kind, call: int, scratch: int, keys: int, rows: int) -> None:
-    """O += P V for the tile of keys that _score_keys has put in order."""
+def _weigh_values(kind: Kind, call: int, scratch: int, listed: int, keys: int, rows: int) -> None:
+    """O += P V for a tile of keys."""
     scores, row = scratch + field(call, AT_SCORES), vector_size(kind)
     out, out_row, step = scratch + field(call, AT_OUT), _out_row(kind, call), field(call, VALUE + 4)
     value_dim, vectors = field(call, VALUE_DIM), padded(kind, field(call, VALUE_DIM)) // lanes(kind)
-    order, listed = _listed(call, scratch, 0), _listed(call, scratch, 2)
-    ahead = _listed(call, scratch, 1)
+    ahead = listed + 8 * _rows_ahead(kind, call, VALUE)
     if value_dim % lanes(kind) == 0 and step == itemsize(kind):
-        weigh_rows(kind, scores, row, listed, order, ahead, keys, rows, vectors, out, out_row)
+        weigh_rows(kind, scores, row, listed, ahead, keys, rows, vectors, out, out_row)
         return
     stage_listed(kind, listed, keys, step, value_dim, scratch + field(call, AT_VALUE), out_row)
-    weigh_rows(compute_kind(kind), scores, row, listed, order, ahead, keys, rows, vectors, out, out_row)
+    weigh_rows(compute_kind(kind), scores, row, listed, ahead, keys, rows, vectors, out, out_row)
 
 
 @native

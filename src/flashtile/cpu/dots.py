@@ -13,7 +13,6 @@ from numba.extending import intrinsic
 from .kinds import (
     I32,
     I64,
-    TARGET,
     Kind,
     compute_size,
     lanes,
@@ -30,12 +29,8 @@ from .llvm import (
     widen_value,
 )
 from .native import native
-from .simd import peek_int64, poke, poke_int64
+from .simd import peek_int64, poke
 from .tiles import sum_lanes
-
-STREAMS = 4  # runs of keys that are read side by side
-# Whether rows are asked for one tile ahead: 1.7 times as fast on Zen 5, slower on Zen 3.
-PREFETCHES = TARGET.vector_bytes == 64
 
 
 def _load_operand(b: ir.IRBuilder, kind: Kind, address: ir.Value) -> ir.Value:
@@ -57,22 +52,21 @@ def _per_block(kind: Kind, rows: int) -> int:
     return max(1, kind.lanes // rows)
 
 
-def key_number(b: ir.IRBuilder, order: ir.Value, i: int) -> ir.Value:
-    return b.load(pointer(b, b.add(order, ir.Constant(I64, 8 * i)), I64), align=8)
+def number_at(b: ir.IRBuilder, listed: ir.Value, i: int) -> ir.Value:
+    return b.load(pointer(b, b.add(listed, ir.Constant(I64, 8 * i)), I64), align=8)
 
 
-def in_order(count: Callable[[Kind], int]) -> Any:
-    """listed[order[i]] for the first keys in order, as many as `count` says."""
+def numbers(count: Callable[[Kind], int]) -> Any:
+    """The first int64 of a list, as many as `count` says."""
 
     @intrinsic
-    def addresses(tc: Any, kind: Any, listed: Any, order: Any) -> Any:
+    def addresses(tc: Any, kind: Any, listed: Any) -> Any:
         n = count(kind.kind)
 
         def gen(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
-            places = [offset(b, args[1], key_number(b, args[2], i), 8) for i in range(n)]
-            return cgutils.pack_array(b, [b.load(pointer(b, place, I64), align=8) for place in places])
+            return cgutils.pack_array(b, [number_at(b, args[1], i) for i in range(n)])
 
-        return types.UniTuple(types.int64, n)(kind, types.int64, types.int64), gen
+        return types.UniTuple(types.int64, n)(kind, types.int64), gen
 
     return addresses
 
@@ -104,8 +98,7 @@ def _dot_operations(rows: int) -> tuple[Any, Any, Any]:
                         else fma_value(b, kind.vector, one, queries[r], old)
                     )
                     result.append(new)
-                if PREFETCHES:
-                    prefetch(b, b.add(b.extract_value(ahead_value, i), shift_value), k.lanes * k.itemsize)
+                prefetch(b, b.add(b.extract_value(ahead_value, i), shift_value), k.lanes * k.itemsize)
             return cgutils.pack_array(b, result)
 
         tile, addresses = (
@@ -115,21 +108,21 @@ def _dot_operations(rows: int) -> tuple[Any, Any, Any]:
         return tile(kind, tile, addresses, addresses, *[types.int64] * 3), gen
 
     @intrinsic
-    def put(tc: Any, kind: Any, sums: Any, order: Any, scores: Any, score_row: Any) -> Any:
+    def put(tc: Any, kind: Any, sums: Any, scores: Any, score_row: Any) -> Any:
         """The sums of a block, key by key, to the rows of its keys."""
 
         def gen(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
-            _, value, order_value, scores_value, row = args
+            _, value, scores_value, row = args
             for i in range(kind.kind.lanes // rows):
                 lanes_of_key = ir.Constant(ir.VectorType(I32, rows), [i * rows + r for r in range(rows)])
                 part = b.shuffle_vector(value, value, lanes_of_key)
-                place = b.add(scores_value, b.mul(key_number(b, order_value, i), row))
+                place = offset(b, scores_value, i, row)
                 b.store(part, pointer(b, place, part.type), align=4)
             return ctx.get_dummy_value()
 
-        return types.void(kind, kind.vector, *[types.int64] * 3), gen
+        return types.void(kind, kind.vector, *[types.int64] * 2), gen
 
-    return in_order(lambda kind: _per_block(kind, rows)), step, put
+    return numbers(lambda kind: _per_block(kind, rows)), step, put
 
 
 _DOTS = {rows: _dot_operations(rows) for rows in (1, 2, 4)}
@@ -176,7 +169,6 @@ def _make_dots(rows: int) -> Any:
     def dots(
         kind: Kind,
         listed: int,
-        order: int,
         ahead: int,
         query: int,
         query_row: int,
@@ -185,11 +177,11 @@ def _make_dots(rows: int) -> Any:
         score_row: int,
     ) -> None:
         """Scores of lanes / rows keys and `rows` query rows; length = bytes of one key, whole registers."""
-        sums, keys, later = _no_sums(kind), block(kind, listed, order), block(kind, ahead, order)
+        sums, keys, later = _no_sums(kind), block(kind, listed), block(kind, ahead)
         for i in range(length // register_bytes(kind)):
             shift = i * register_bytes(kind)
             sums = step(kind, sums, keys, later, shift, query + i * vector_size(kind), query_row)
-        put(kind, _sum_each(kind, sums), order, scores, score_row)
+        put(kind, _sum_each(kind, sums), scores, score_row)
 
     return dots
 
@@ -198,23 +190,9 @@ _dots_1, _dots_2, _dots_4 = (_make_dots(rows) for rows in (1, 2, 4))
 
 
 @native
-def stream_order(order: int, keys: int) -> None:
-    """order[i] = the key to take as number i: one each from STREAMS parts of the tile in turn.
-
-    Memory delivers several streams faster than one.
-    """
-    part = keys // STREAMS
-    for i in range(STREAMS * part):
-        poke_int64(order + 8 * i, i % STREAMS * part + i // STREAMS)
-    for i in range(STREAMS * part, keys):
-        poke_int64(order + 8 * i, i)
-
-
-@native
 def score_rows(
     kind: Kind,
     listed: int,
-    order: int,
     ahead: int,
     query: int,
     query_row: int,
@@ -226,8 +204,7 @@ def score_rows(
 ) -> None:
     """scores[key][row] = K Q^T for few rows: blocks of 4, 2 and 1 rows, as many keys as registers allow.
 
-    `listed` holds the address of every key, `order` the order in which they are taken, `ahead` the addresses
-    of rows that are needed next.
+    `listed` holds the address of every key, `ahead` that of a row to ask for meanwhile.
     """
     row, size = 0, compute_size(kind)
     while row < rows:
@@ -238,13 +215,13 @@ def score_rows(
             # The last block overlaps the one before it; where there is none, keys go one by one.
             if keys >= per:
                 first = min(first, keys - per)
-                to = order + 8 * first
+                own, later, place = listed + 8 * first, ahead + 8 * first, target + first * score_row
                 if block == 4:
-                    _dots_4(kind, listed, to, ahead, queries, query_row, length, target, score_row)
+                    _dots_4(kind, own, later, queries, query_row, length, place, score_row)
                 elif block == 2:
-                    _dots_2(kind, listed, to, ahead, queries, query_row, length, target, score_row)
+                    _dots_2(kind, own, later, queries, query_row, length, place, score_row)
                 else:
-                    _dots_1(kind, listed, to, ahead, queries, query_row, length, target, score_row)
+                    _dots_1(kind, own, later, queries, query_row, length, place, score_row)
                 first += per
             else:
                 for r in range(block):

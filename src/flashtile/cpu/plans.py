@@ -76,14 +76,31 @@ _DECODE_SPLIT_KEYS = 1024
 
 def plan_of(problem: AttentionProblem, out: Tensor, lse: Tensor) -> Plan:
     """The plan of a forward call; that of a plain one is remembered."""
-    return _plain_plan(problem, out, lse) if _is_plain(problem) else plan_forward(problem, out, lse)
+    keys = _common_keys(problem)
+    if keys is None or not _is_plain(problem):
+        return _plan(problem, out, lse, keys)
+    return _plain_plan(problem, out, lse, keys)
+
+
+def plan_forward(problem: AttentionProblem, out: Tensor, lse: Tensor) -> Plan:
+    """The plan of a forward call, made anew."""
+    return _plan(problem, out, lse, _common_keys(problem))
+
+
+def _common_keys(problem: AttentionProblem) -> int | None:
+    """How many keys each sequence has; None where they differ or do not lie in the order of the batch."""
+    if not problem.ragged:
+        return problem.key.shape[2]
+    if problem.key_lengths is None or problem.query_starts is not None or problem.batch_index is not None:
+        return None
+    lengths = problem.key_lengths.tolist()
+    return lengths[0] if lengths and lengths.count(lengths[0]) == len(lengths) else None
 
 
 def _is_plain(problem: AttentionProblem) -> bool:
-    """Whether shapes, strides and numbers describe the call: no tensor but query, key and value."""
+    """Whether shapes, strides and numbers describe the call: no tensor but query, key, value and pages."""
     return (
-        not problem.ragged
-        and problem.mask is None
+        problem.mask is None
         and problem.bias is None
         and problem.first is None
         and problem.last is None
@@ -93,36 +110,39 @@ def _is_plain(problem: AttentionProblem) -> bool:
     )
 
 
-def _plain_plan(problem: AttentionProblem, out: Tensor, lse: Tensor) -> Plan:
+def _plain_plan(problem: AttentionProblem, out: Tensor, lse: Tensor, keys: int) -> Plan:
     """The plan of a plain call, remembered: a small call takes less time than its description."""
     query, key, value = problem.query, problem.key, problem.value
+    pages = None if problem.block_table is None else problem.block_table.stride()
     signature = (
         query.dtype, query.shape, query.stride(), key.shape, key.stride(), value.shape, value.stride(),
-        out.stride(), lse.stride(), problem.scale, problem.softcap, problem.lower, problem.upper,
+        out.stride(), lse.stride(), problem.scale, problem.softcap, problem.lower, problem.upper, keys, pages,
     )  # fmt: skip
     plan = _plans.get(signature)
     if plan is None:
         if len(_plans) >= _PLANS:
             _plans.clear()
-        plan = _plans[signature] = plan_forward(problem, out, lse)
+        plan = _plans[signature] = _plan(problem, out, lse, keys)
     return plan
 
 
-def plan_forward(problem: AttentionProblem, out: Tensor, lse: Tensor) -> Plan:
+def _plan(problem: AttentionProblem, out: Tensor, lse: Tensor, keys: int | None) -> Plan:
+    """`keys` as _common_keys says."""
     query, value = problem.query, problem.value
     batch, heads, query_length, head_dim = query.shape
-    key_length, value_dim = value.shape[2], value.shape[3]
+    value_dim = value.shape[3]
     call = c.describe(problem)
     c.put(call, c.OUT, c.tensor_fields(out))
     c.put(call, c.LSE, c.tensor_fields(lse, 3))
     call[c.TILE_KEYS] = tile_keys(head_dim, value_dim)
     kind, per_pair = KINDS[query.dtype], 2.0 * heads * (head_dim + value_dim)
-    if problem.ragged:
+    if keys is None:
         return _plan_ragged(kind, call, sequences_of(problem), per_pair)
-    work = per_pair * batch * query_length * key_length
+    call[c.KEY_LENGTH] = keys
+    work = per_pair * batch * query_length * keys
     if query_length <= _DECODE_QUERIES:
         kind = _decode_kind(kind)
-        tiles, splits = _decode_tiles(kind, call, query_length), _decode_splits(key_length)
+        tiles, splits = _decode_tiles(kind, call, query_length), _decode_splits(keys)
         call[c.TILES], call[c.SPLITS] = int(tiles), int(splits)
         blocks = batch * call[c.KV_HEADS] * call[c.TILES]
         return _plan_decode(kind, call, call, blocks * call[c.SPLITS], blocks if splits > 1 else 0, work)
@@ -179,7 +199,7 @@ def _plan_decode(
         c.AT_OUT: kind.lanes * value_row,
         c.AT_KEY: keys * key_row,
         c.AT_VALUE: keys * value_row,
-        c.AT_ADDRESSES: 3 * 8 * keys,
+        c.AT_ADDRESSES: 4 * 8 * keys,
         **dict.fromkeys((c.AT_SCORES, c.AT_BIAS), keys * kind.lanes * size),
     }
     for one in (call, merge_call):

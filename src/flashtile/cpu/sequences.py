@@ -96,13 +96,23 @@ def run_length(call: int, key: int, keys: int) -> int:
 @native
 def list_keys(call: int, tensor: int, batch: int, head: int, first: int, keys: int, addresses: int) -> None:
     """addresses[j] = where key first + j lies."""
-    row, done = field(call, tensor + 3), 0
+    row, page_size = field(call, tensor + 3), field(call, PAGE_SIZE)
+    if page_size == 0:
+        _list_run(key_at(call, tensor, batch, head, first), row, keys, addresses)
+        return
+    page = field(call, BLOCK_TABLE) + batch * field(call, BLOCK_TABLE_ROW) + 4 * (first // page_size)
+    at, done = first % page_size, 0
     while done < keys:
-        run = run_length(call, first + done, keys - done)
-        base = key_at(call, tensor, batch, head, first + done)
-        for j in range(run):
-            poke_int64(addresses + 8 * (done + j), base + j * row)
-        done += run
+        run = min(keys - done, page_size - at)
+        base = plane_at(call, tensor, peek_int32(page), head, at)
+        _list_run(base, row, run, addresses + 8 * done)
+        page, at, done = page + 4, 0, done + run
+
+
+@native
+def _list_run(base: int, row: int, keys: int, addresses: int) -> None:
+    for j in range(keys):
+        poke_int64(addresses + 8 * j, base + j * row)
 
 
 class Place(NamedTuple):

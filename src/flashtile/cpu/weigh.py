@@ -9,7 +9,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from .dots import PREFETCHES, in_order, key_number
+from .dots import number_at, numbers
 from .kinds import I64, TARGET, Kind, compute_size, itemsize, lanes, vector_size
 from .llvm import fma_value, offset, pointer, prefetch, splat_value, widen_value
 from .native import native
@@ -25,25 +25,20 @@ def _make_weigh(rows: int, columns: int, group: int) -> Any:
 
     @intrinsic
     def step(
-        tc: Any, kind: Any, tile: Any, weights: Any, row: Any, values: Any, order: Any, ahead: Any, shift: Any
+        tc: Any, kind: Any, tile: Any, weights: Any, row: Any, values: Any, ahead: Any, shift: Any
     ) -> Any:
         k, vector = kind.kind, kind.vector
         size = k.lanes * k.itemsize
 
         def gen(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
-            _, tile_value, weights_value, row_value, values_value, order_value, ahead_value, shift_value = (
-                args
-            )
+            _, tile_value, weights_value, row_value, values_value, ahead_value, shift_value = args
             sums = [b.extract_value(tile_value, i) for i in range(rows * columns)]
             for i in range(group):
                 at = b.add(b.extract_value(values_value, i), shift_value)
                 value = [
                     widen_value(b, k, b.add(at, ir.Constant(I64, c * size)), k.lanes) for c in range(columns)
                 ]
-                if PREFETCHES:
-                    later = offset(b, ahead_value, key_number(b, order_value, i), 8)
-                    later = b.load(pointer(b, later, I64), align=8)
-                    prefetch(b, b.add(later, shift_value), columns * size)
+                prefetch(b, b.add(number_at(b, ahead_value, i), shift_value), columns * size)
                 first = b.add(b.extract_value(weights_value, i), row_value)
                 for r in range(rows):
                     place = b.add(first, ir.Constant(I64, r * k.compute_size))
@@ -55,7 +50,7 @@ def _make_weigh(rows: int, columns: int, group: int) -> Any:
             return cgutils.pack_array(b, sums)
 
         t = types.UniTuple(vector, rows * columns)
-        return t(kind, t, addresses, types.int64, addresses, *[types.int64] * 3), gen
+        return t(kind, t, addresses, types.int64, addresses, *[types.int64] * 2), gen
 
     zeros, add_tile, _, _ = tile_operations(rows, columns)
 
@@ -65,7 +60,6 @@ def _make_weigh(rows: int, columns: int, group: int) -> Any:
         weights: Any,
         row: int,
         values: Any,
-        order: int,
         ahead: int,
         first: int,
         last: int,
@@ -75,7 +69,7 @@ def _make_weigh(rows: int, columns: int, group: int) -> Any:
         """Vectors [first, last) in steps of `columns`."""
         for column in range(first, last, columns):
             shift = column * lanes(kind) * itemsize(kind)
-            tile = step(kind, zeros(kind), weights, row, values, order, ahead, shift)
+            tile = step(kind, zeros(kind), weights, row, values, ahead, shift)
             add_tile(kind, tile, out + column * vector_size(kind), out_row)
 
     return weigh
@@ -88,15 +82,15 @@ def _make_weigh_group(group: int) -> Any:
     weigh_4_wide, weigh_4_1, weigh_1_wide, weigh_1_1 = (
         _make_weigh(r, c, group) for r, c in ((4, wide), (4, 1), (1, wide), (1, 1))
     )
-    listed = in_order(lambda kind: group)
+    listed = numbers(lambda kind: group)
 
     @intrinsic
-    def weight_rows(tc: Any, kind: Any, weights: Any, weight_row: Any, order: Any) -> Any:
+    def weight_rows(tc: Any, kind: Any, weights: Any, weight_row: Any) -> Any:
         def gen(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
-            places = [offset(b, args[1], key_number(b, args[3], i), args[2]) for i in range(group)]
+            places = [offset(b, args[1], i, args[2]) for i in range(group)]
             return cgutils.pack_array(b, places)
 
-        return types.UniTuple(types.int64, group)(kind, *[types.int64] * 3), gen
+        return types.UniTuple(types.int64, group)(kind, *[types.int64] * 2), gen
 
     @native
     def weigh_group(
@@ -104,7 +98,6 @@ def _make_weigh_group(group: int) -> Any:
         weights: int,
         weight_row: int,
         values: int,
-        order: int,
         ahead: int,
         rows: int,
         vectors: int,
@@ -112,15 +105,15 @@ def _make_weigh_group(group: int) -> Any:
         out_row: int,
     ) -> None:
         size, fours, whole = compute_size(kind), rows // 4 * 4, vectors // wide * wide
-        p, v = weight_rows(kind, weights, weight_row, order), listed(kind, values, order)
+        p, v = weight_rows(kind, weights, weight_row), listed(kind, values)
         for row in range(0, fours, 4):
             at, to, later = row * size, out + row * out_row, ahead if row == 0 else values
-            weigh_4_wide(kind, p, at, v, order, later, 0, whole, to, out_row)
-            weigh_4_1(kind, p, at, v, order, later, whole, vectors, to, out_row)
+            weigh_4_wide(kind, p, at, v, later, 0, whole, to, out_row)
+            weigh_4_1(kind, p, at, v, later, whole, vectors, to, out_row)
         for row in range(fours, rows):
             at, to, later = row * size, out + row * out_row, ahead if row == 0 else values
-            weigh_1_wide(kind, p, at, v, order, later, 0, whole, to, out_row)
-            weigh_1_1(kind, p, at, v, order, later, whole, vectors, to, out_row)
+            weigh_1_wide(kind, p, at, v, later, 0, whole, to, out_row)
+            weigh_1_1(kind, p, at, v, later, whole, vectors, to, out_row)
 
     return weigh_group
 
@@ -134,7 +127,6 @@ def weigh_rows(
     weights: int,
     weight_row: int,
     values: int,
-    order: int,
     ahead: int,
     keys: int,
     rows: int,
@@ -144,11 +136,12 @@ def weigh_rows(
 ) -> None:
     """O[row][d] += sum over keys of P[key][row] V[key][d]; V in whole vectors of its own dtype.
 
-    `values` holds the address of every row of V, so that its bits do not depend on where the rows lie,
-    `order` the order in which keys are taken, and `ahead` the addresses of rows that are needed next.
+    `values` holds the address of every row of V, `ahead` that of a row to ask for meanwhile.
     """
     whole = keys // _GROUP * _GROUP
-    for i in range(0, whole, _GROUP):
-        _weigh_group(kind, weights, weight_row, values, order + 8 * i, ahead, rows, vectors, out, out_row)
-    for i in range(whole, keys):
-        _weigh_one(kind, weights, weight_row, values, order + 8 * i, ahead, rows, vectors, out, out_row)
+    for first in range(0, whole, _GROUP):
+        p, v, later = weights + first * weight_row, values + 8 * first, ahead + 8 * first
+        _weigh_group(kind, p, weight_row, v, later, rows, vectors, out, out_row)
+    for key in range(whole, keys):
+        p, v, later = weights + key * weight_row, values + 8 * key, ahead + 8 * key
+        _weigh_one(kind, p, weight_row, v, later, rows, vectors, out, out_row)
