@@ -228,7 +228,7 @@ def main(arguments: list[str] | None = None) -> None:
         given.output = Path(__file__).parent / ("quick" if given.quick else "results") / "doors.json"
     torch.manual_seed(0)
     lengths = LENGTHS[:6] if given.quick else LENGTHS
-    cases = cache_cases(512 if given.quick else 8192) + packed_cases(lengths)
+    cases = cache_cases(512 if given.quick else 32768) + packed_cases(lengths)
     chosen = [case for case in cases if given.cases in case.name]
     if not chosen:
         parser.error(f"no case holds {given.cases!r}: {', '.join(case.name for case in cases)}")
