@@ -407,6 +407,23 @@ def test_a_compiled_graph_writes_nowhere_it_should_not(paged):
     assert all(torch.equal(new[others], old[others]) for new, old in zip(held, before, strict=True))
 
 
+@pytest.mark.parametrize("paged", [False, True])
+def test_a_compiled_graph_does_not_append_two_sequences_to_one_place(paged):
+    def step(held: tuple[Tensor, Tensor], key: Tensor, places: Tensor) -> Tensor:
+        given = {"block_table" if paged else "batch_index": places}
+        return flashtile.attention_kvcache(QUERY, *held, key=key, value=key, cache_lengths=2, **given)
+
+    compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
+    held = (HELD.clone(), HELD.clone())
+    shared, apart = ([[0, 1], [0, 1]], [[0], [1]]) if paged else ([1, 1], [1, 0])
+    with pytest.raises((IndexError, RuntimeError)):
+        compiled(held, NEW, torch.tensor(shared, dtype=torch.int32 if paged else torch.int64))
+    assert all(torch.equal(cache, HELD) for cache in held)
+    compiled(held, NEW, torch.tensor(apart, dtype=torch.int32 if paged else torch.int64))
+    first = 0 if paged else 1
+    assert all(torch.equal(cache[first, :, 2:5], NEW[0]) for cache in held)
+
+
 QUERY = torch.randn(2, 4, 3, 8)
 HELD = torch.randn(2, 2, 20, 8)
 NEW = torch.randn(2, 2, 3, 8)

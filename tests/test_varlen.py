@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 import flashtile
 from flashtile import masks, reference
-from flashtile.cpu import workers
+from flashtile.cpu import engine, workers
+from flashtile.cpu.ragged import Sequences, in_rounds, schedule
 from tests.packing import packed, packed_problem
 
 BOTTOM_RIGHT = masks.causal(alignment="bottom-right")
@@ -155,6 +157,36 @@ def test_bits_do_not_depend_on_threads(heads, threads, monkeypatch):
     expected = results()
     torch.set_num_threads(threads)
     assert all(map(torch.equal, results(), expected))
+
+
+@pytest.mark.parametrize("round_bytes", [0, 40_000])
+def test_rounds_of_the_backward_pass_leave_the_bits(round_bytes, monkeypatch):
+    """Sequence after sequence, or a few at a time, instead of all at once."""
+    monkeypatch.setattr(workers, "_INLINE_FLOPS", 0.0)
+    query, key, value, cu_q, cu_k = packed(QUERIES, KEYS, requires_grad=True)
+    bias = torch.randn(1, 1, max(QUERIES), max(KEYS), requires_grad=True)
+    slopes = torch.rand(7, 4, requires_grad=True)
+    leaves = (query, key, value, bias, slopes)
+    out = flashtile.attention_varlen(query, key, value, cu_q, cu_k, bias=bias, alibi_slopes=slopes)
+    together = torch.autograd.grad(out, leaves, query.detach(), retain_graph=True)
+    monkeypatch.setattr(engine, "_ROUND_BYTES", round_bytes)
+    in_rounds = torch.autograd.grad(out, leaves, query.detach())
+    assert all(map(torch.equal, in_rounds, together))
+
+
+def test_rounds_take_so_many_places_at_most():
+    """A sequence takes a whole tile of dQ for every head, but only while its round is running."""
+    tiles = np.array([1, 2, 0, 9, 1, 1, 1])
+    splits = np.array([1, 1, 2, 3, 1, 1, 1])
+    sequences = Sequences(np.zeros((7, 5), np.int64), queries=tiles * 64, keys=splits * 512)
+    plan = schedule(sequences, 2 * splits, tiles, splits, 2 * tiles)
+    rounds = in_rounds(plan, most=6)
+    # Those with the most keys first: 3, 2, then 0, 1, 4, 5, 6.
+    assert [one.table[:, 1].tolist() for one in rounds] == [[3], [2, 0, 1], [4, 5, 6]]
+    assert [one.places for one in rounds] == [18, 6, 6]
+    assert [one.tasks for one in rounds] == [6, 8, 6]
+    assert [one.table[:, 0].tolist() for one in rounds] == [[0], [0, 4, 6], [0, 2, 4]]
+    assert [one.table[:, 4].tolist() for one in rounds] == [[0], [0, 0, 2], [0, 2, 4]]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -310,8 +310,7 @@ def _checked_append(
     if not new:
         return None
     entries, rows = _new_places(place, new, key_cache)
-    _check_distinct(place, entries, rows, key_cache.shape[2])
-    return entries, rows
+    return _distinct(place, entries, rows, key_cache), rows
 
 
 def _check_new(name: str, tensor: Tensor, query: Tensor, cache: Tensor, length: int | None = None) -> None:
@@ -348,16 +347,26 @@ def _new_places(place: _Place, new: int, cache: Tensor) -> tuple[Tensor, Tensor]
     return entries[:, None], positions
 
 
-def _check_distinct(place: _Place, entries: Tensor, rows: Tensor, page_size: int) -> None:
-    """Two sequences must not write to the same place."""
+def _distinct(place: _Place, entries: Tensor, rows: Tensor, cache: Tensor) -> Tensor:
+    """The entries, after a check that no two sequences write to the same place.
+
+    Where a compiled graph cannot look at them, entries that are shared become ones that do not exist.
+    """
     if place.batch_index is not None:
         name, places = "batch_index", place.batch_index
     elif place.block_table is not None:
-        name, places = "block_table", entries * page_size + rows
+        name, places = "block_table", entries * cache.shape[2] + rows
     else:
-        return
-    if values_known(places) and torch.unique(places).numel() != places.numel():
-        raise ValueError(f"{name} must give each sequence places of its own to append to, got shared ones")
+        return entries
+    if values_known(places):
+        if torch.unique(places).numel() != places.numel():
+            raise ValueError(
+                f"{name} must give each sequence places of its own to append to, got shared ones"
+            )
+    elif places.is_cpu:  # elsewhere this would cost every step of a generation
+        ordered = places.flatten().sort().values
+        entries = torch.where((ordered[1:] == ordered[:-1]).any(), cache.shape[0], entries)
+    return entries
 
 
 def _checked_rotary(

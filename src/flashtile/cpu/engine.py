@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from array import array
 from typing import TYPE_CHECKING
 
@@ -18,7 +19,7 @@ from .far import with_all_together, with_keys_together
 from .gemm import COLUMNS
 from .kinds import Kind
 from .plans import KINDS, Plan, lay_out, plan_forward, plan_of, put_schedule, row_room, tile_keys, tiles_of
-from .ragged import Extent, schedule, sequences_of
+from .ragged import Extent, in_rounds, schedule, sequences_of
 from .rows import TABLE_BYTES
 from .workers import run
 
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ..problem import AttentionProblem, Gradients
+
+_ROUND_BYTES = 2**26  # dQ tiles of the packed sequences that one run of the backward pass takes
 
 
 def forward(problem: AttentionProblem, out: Tensor, lse: Tensor) -> None:
@@ -184,7 +187,13 @@ def _run_backward(problem: AttentionProblem, kind: Kind, call: array[int], gradi
         },
     )
     work = extent.pairs * heads * (4 * value_dim + 6 * head_dim)
-    run(entry(backward_kernel, kind), call, extent.tasks, scratch, work)
+    backward_entry = entry(backward_kernel, kind)
+    if not problem.ragged:
+        run(backward_entry, call, extent.tasks, scratch, work)
+    for plan in extent.rounds:
+        put_schedule(call, plan)
+        ctypes.memset(c.address(progress), 0, 8 * plan.tasks)
+        run(backward_entry, call, plan.tasks, scratch, work / len(extent.rounds))
     if gradients.bias is not None and bias is not None and bias is not gradients.bias:
         _sum_into(gradients.bias, bias, _broadcast_dims(bias, gradients.bias))
     if gradients.alibi_slopes is not None and slopes is not None:
@@ -200,15 +209,17 @@ def _extent(problem: AttentionProblem, kind: Kind, call: array[int], split: int)
     keys = problem.key.shape[2]
     tiles, splits = tiles_of(kind, call, queries), -(-keys // split)
     heads, pairs = batch * kv_heads, float(batch * queries * keys)
-    return Extent(batch, queries, keys, pairs, tiles, splits, heads * tiles, heads * splits, ())
+    return Extent(batch, queries, keys, pairs, tiles, splits, heads * tiles, heads * splits, (), None)
 
 
 def _ragged_extent(problem: AttentionProblem, kind: Kind, call: array[int], split: int) -> Extent:
     sequences, kv_heads = sequences_of(problem), call[c.KV_HEADS]
     tiles, splits = tiles_of(kind, call, sequences.queries), np.maximum(1, -(-sequences.keys // split))
     plan = schedule(sequences, kv_heads * splits, tiles, splits, kv_heads * tiles)
+    # A sequence takes a whole tile of dQ for each head, however short it is.
+    tile_bytes = call[c.HEAD_DIM] * COLUMNS * kind.lanes * kind.compute_size
+    rounds = in_rounds(plan, _ROUND_BYTES // tile_bytes)
     call[c.SEQUENCES] = sequences.table.ctypes.data
-    put_schedule(call, plan)
     return Extent(
         problem.sequences,
         int(sequences.queries.max()),
@@ -216,9 +227,10 @@ def _ragged_extent(problem: AttentionProblem, kind: Kind, call: array[int], spli
         sequences.pairs,
         int(tiles.max()),
         int(splits.max()),
-        plan.places,
-        plan.tasks,
-        (sequences.table, plan.table),
+        max((one.places for one in rounds), default=0),
+        max((one.tasks for one in rounds), default=0),
+        tuple(rounds),
+        sequences.table,
     )
 
 

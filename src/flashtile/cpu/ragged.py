@@ -70,6 +70,21 @@ def schedule(
     return Schedule(table[tasks[order] > 0], int(tasks.sum()), int(places.sum()))
 
 
+def in_rounds(plan: Schedule, most: int) -> list[Schedule]:
+    """The schedule in parts that take at most ``most`` places each, or that are one sequence."""
+    table, rounds, first = plan.table, [], 0
+    ends = np.append(table[1:, 4], plan.places)  # places of the sequences up to each
+    while first < len(table):
+        last = max(first + 1, int(np.searchsorted(ends, table[first, 4] + most, side="right")))
+        part = table[first:last].copy()
+        tasks = (table[last, 0] if last < len(table) else plan.tasks) - part[0, 0]
+        part[:, 0] -= part[0, 0]
+        part[:, 4] -= part[0, 4]
+        rounds.append(Schedule(part, int(tasks), int(ends[last - 1] - table[first, 4])))
+        first = last
+    return rounds
+
+
 class Extent(NamedTuple):
     """What a backward pass runs over."""
 
@@ -79,6 +94,7 @@ class Extent(NamedTuple):
     pairs: float  # queries times keys, over all sequences
     tiles: int  # of rows, the most that a key head has
     splits: int  # of keys, the most that a key head has
-    places: int  # tiles of all sequences and key heads
-    tasks: int
-    tables: tuple[Integers, ...]  # what the call points to and nobody else holds
+    places: int  # tiles of all sequences and key heads of a round, the most
+    tasks: int  # of a round, the most
+    rounds: tuple[Schedule, ...]  # of sequences with lengths of their own, one run after the other
+    sequences: Integers | None  # what the call points to and nobody else holds
