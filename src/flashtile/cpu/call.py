@@ -129,18 +129,9 @@ def _bound(x: int) -> int:
 
 
 def _describe_options(call: array[int], problem: AttentionProblem) -> None:
-    if problem.mask is not None:
-        put(call, MASK, tensor_fields(problem.mask))
-    if problem.bias is not None:
-        put(call, BIAS, tensor_fields(problem.bias))
-    if problem.first is not None:
-        put(call, FIRST, tensor_fields(problem.first, 2))
-    if problem.last is not None:
-        put(call, LAST, tensor_fields(problem.last, 2))
-    if problem.alibi_slopes is not None:
-        put(call, SLOPES, tensor_fields(problem.alibi_slopes, 2))
-    if problem.sinks is not None:
-        put(call, SINKS, tensor_fields(problem.sinks, 1))
+    for at, dims, tensor in optional_tensors(problem):
+        if tensor is not None:
+            put(call, at, tensor_fields(tensor, dims))
     if problem.block_table is not None:
         put(call, BLOCK_TABLE, [*tensor_fields(problem.block_table, 2)[:2], problem.key.shape[2]])
     if problem.softcap:
@@ -153,6 +144,29 @@ def _describe_options(call: array[int], problem: AttentionProblem) -> None:
         seed = int(problem.seed)
         call[SEED_LOW] = seed & 0xFFFFFFFF
         call[SEED_HIGH] = (seed >> 32) & 0xFFFFFFFF
+
+
+def optional_tensors(problem: AttentionProblem) -> tuple[tuple[int, int, Tensor | None], ...]:
+    """Where the address of each lies in a call, and its dimensions."""
+    return (
+        (MASK, 4, problem.mask),
+        (BIAS, 4, problem.bias),
+        (FIRST, 2, problem.first),
+        (LAST, 2, problem.last),
+        (SLOPES, 2, problem.alibi_slopes),
+        (SINKS, 1, problem.sinks),
+    )
+
+
+def put_addresses(call: array[int], problem: AttentionProblem) -> None:
+    """The addresses of everything that a plan knows but for where it lies."""
+    call[QUERY], call[KEY] = problem.query.data_ptr(), problem.key.data_ptr()
+    call[VALUE] = problem.value.data_ptr()
+    for at, _, tensor in optional_tensors(problem):
+        if tensor is not None:
+            call[at] = tensor.data_ptr()
+    if problem.block_table is not None:
+        call[BLOCK_TABLE] = problem.block_table.data_ptr()
 
 
 def put(call: array[int], index: int, values: list[int]) -> None:

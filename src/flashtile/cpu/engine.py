@@ -47,11 +47,8 @@ def _execute(
     space = torch.empty(plan.space, dtype=torch.uint8, device="cpu") if plan.space else None
     for step in plan.steps:
         call = step.call[:]
-        call[c.QUERY], call[c.KEY] = problem.query.data_ptr(), problem.key.data_ptr()
-        call[c.VALUE] = problem.value.data_ptr()
+        c.put_addresses(call, problem)
         call[c.OUT], call[c.LSE] = out.data_ptr(), lse.data_ptr()
-        if problem.block_table is not None:
-            call[c.BLOCK_TABLE] = problem.block_table.data_ptr()
         if rest is not None:
             c.put(call, c.LSE_REST, c.tensor_fields(rest, 3))
         if space is not None:

@@ -75,11 +75,11 @@ _DECODE_SPLIT_KEYS = 1024
 
 
 def plan_of(problem: AttentionProblem, out: Tensor, lse: Tensor) -> Plan:
-    """The plan of a forward call; that of a plain one is remembered."""
+    """The plan of a forward call, remembered where shapes, strides and numbers say all but addresses."""
     keys = _common_keys(problem)
-    if keys is None or not _is_plain(problem):
+    if keys is None or problem.dropout_p:
         return _plan(problem, out, lse, keys)
-    return _plain_plan(problem, out, lse, keys)
+    return _remembered(problem, out, lse, keys)
 
 
 def plan_forward(problem: AttentionProblem, out: Tensor, lse: Tensor) -> Plan:
@@ -97,26 +97,15 @@ def _common_keys(problem: AttentionProblem) -> int | None:
     return lengths[0] if lengths and lengths.count(lengths[0]) == len(lengths) else None
 
 
-def _is_plain(problem: AttentionProblem) -> bool:
-    """Whether shapes, strides and numbers describe the call: no tensor but query, key, value and pages."""
-    return (
-        problem.mask is None
-        and problem.bias is None
-        and problem.first is None
-        and problem.last is None
-        and problem.alibi_slopes is None
-        and problem.sinks is None
-        and not problem.dropout_p
-    )
-
-
-def _plain_plan(problem: AttentionProblem, out: Tensor, lse: Tensor, keys: int) -> Plan:
-    """The plan of a plain call, remembered: a small call takes less time than its description."""
+def _remembered(problem: AttentionProblem, out: Tensor, lse: Tensor, keys: int) -> Plan:
+    """A small call takes less time than its description."""
     query, key, value = problem.query, problem.key, problem.value
+    options = [(at, t.shape, t.stride()) for at, _, t in c.optional_tensors(problem) if t is not None]
     pages = None if problem.block_table is None else problem.block_table.stride()
     signature = (
         query.dtype, query.shape, query.stride(), key.shape, key.stride(), value.shape, value.stride(),
         out.stride(), lse.stride(), problem.scale, problem.softcap, problem.lower, problem.upper, keys, pages,
+        problem.part, *options,
     )  # fmt: skip
     plan = _plans.get(signature)
     if plan is None:
