@@ -28,7 +28,7 @@ from flashtile.bench.console import Progress, table
 from flashtile.bench.timing import Run, format_seconds, interleave
 
 OURS, PADDED = "flashtile", "torch SDPA, padded"
-READING = "reading"  # what a call must at least: as many bytes of other memory as keys and values take
+READING = "reading"  # what no call can do without: as many bytes as keys and values take, of other memory
 CAUSAL = masks.causal()
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 # Documents of a text corpus: most are short, a few are long.

@@ -11,7 +11,9 @@ from torch import Tensor
 
 import flashtile
 from flashtile import masks, reference
-from flashtile.cpu import engine, workers
+from flashtile.cpu import engine, plans, workers
+from flashtile.cpu.call import describe
+from flashtile.cpu.gemm import COLUMNS
 from flashtile.cpu.ragged import Sequences, in_rounds, schedule
 from tests.packing import packed, packed_problem
 
@@ -172,6 +174,17 @@ def test_rounds_of_the_backward_pass_leave_the_bits(round_bytes, monkeypatch):
     monkeypatch.setattr(engine, "_ROUND_BYTES", round_bytes)
     in_rounds = torch.autograd.grad(out, leaves, query.detach())
     assert all(map(torch.equal, in_rounds, together))
+
+
+def test_memory_for_a_round_is_all_there_is(monkeypatch):
+    """Of 300 sequences with a tile of dQ for each of 2 key heads."""
+    query, key, value, cu_q, cu_k = packed((3,) * 300, (3,) * 300, head_dim=16)
+    problem = packed_problem(query, key, value, cu_q, cu_k)
+    kind, call = plans.KINDS[torch.float32], describe(problem)
+    tile_bytes = 16 * COLUMNS * kind.lanes * 4
+    monkeypatch.setattr(engine, "_ROUND_BYTES", 100 * tile_bytes)
+    extent = engine._extent(problem, kind, call, 512)
+    assert (extent.places, extent.tasks, len(extent.rounds)) == (100, 100, 6)
 
 
 def test_rounds_take_so_many_places_at_most():

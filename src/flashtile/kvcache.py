@@ -108,9 +108,9 @@ def attention_kvcache(
     First rotates the query and the new keys (with ``rotary_cos``), then writes the new keys and values into
     the cache in place (with ``key``), then attends over each sequence's part of the cache. Everything is
     checked before anything is written, but for the values of lengths, entries and pages that are not in host
-    memory or that a compiled graph computes: there the write itself fails. Few queries are split over the
-    keys, so that one sequence uses every core; the split depends on the sequence alone, so its bits do not
-    depend on the rest of the batch.
+    memory or that a compiled graph computes: there the write itself fails (on a GPU not where sequences share
+    a place to append to). Few queries are split over the keys, so that one sequence uses every core; the
+    split depends on the sequence alone, so its bits do not depend on the rest of the batch.
     For inference: it has no gradient. Autocast does not touch it, since the cache has the dtype it has.
 
     Args:
@@ -310,7 +310,7 @@ def _checked_append(
     if not new:
         return None
     entries, rows = _new_places(place, new, key_cache)
-    return _distinct(place, entries, rows, key_cache), rows
+    return _kept_apart(place, entries, rows, key_cache), rows
 
 
 def _check_new(name: str, tensor: Tensor, query: Tensor, cache: Tensor, length: int | None = None) -> None:
@@ -333,8 +333,8 @@ def _check_new(name: str, tensor: Tensor, query: Tensor, cache: Tensor, length: 
 def _new_places(place: _Place, new: int, cache: Tensor) -> tuple[Tensor, Tensor]:
     """Entry (or page) and row of every new key, (B, Snew or 1) each.
 
-    A negative length or page would count from the end; it becomes one that does not exist, which no write
-    accepts. Only a compiled graph, which could not look at their values, gets this far with it.
+    A negative length, page or entry would count from the end; it becomes one that does not exist, which no
+    write accepts. It gets this far only where nobody could look at it: on a GPU or in a compiled graph.
     """
     device = place.lengths.device
     lengths = torch.where(place.lengths < 0, place.capacity, place.lengths)
@@ -343,17 +343,18 @@ def _new_places(place: _Place, new: int, cache: Tensor) -> tuple[Tensor, Tensor]
         page = place.block_table.long().gather(1, positions // cache.shape[2])
         return torch.where(page < 0, cache.shape[0], page), positions % cache.shape[2]
     index = place.batch_index
-    entries = torch.arange(lengths.shape[0], device=device) if index is None else index
-    return entries[:, None], positions
+    if index is None:
+        return torch.arange(lengths.shape[0], device=device)[:, None], positions
+    return torch.where(index < 0, cache.shape[0], index)[:, None], positions
 
 
-def _distinct(place: _Place, entries: Tensor, rows: Tensor, cache: Tensor) -> Tensor:
+def _kept_apart(place: _Place, entries: Tensor, rows: Tensor, cache: Tensor) -> Tensor:
     """The entries, after a check that no two sequences write to the same place.
 
-    Where a compiled graph cannot look at them, entries that are shared become ones that do not exist.
+    A compiled graph cannot look at them: where some are shared, on a CPU all become ones that do not exist.
     """
     if place.batch_index is not None:
-        name, places = "batch_index", place.batch_index
+        name, places = "batch_index", entries
     elif place.block_table is not None:
         name, places = "block_table", entries * cache.shape[2] + rows
     else:

@@ -141,9 +141,9 @@ def backward(kind: Kind, call: int, scratch: int, task: int) -> None:
         space = scratch + field(call, AT_KEY_COLUMNS)
         kt = columns_operand(kind, call, scratch, KEY, batch, kv_head, first, keys, HEAD_DIM, space)
     # Where sequences share a bias, shorter ones hand the turn on to those behind them for longer ones.
-    rounds = field(call, TILES) if _shares_bias(call) else place.tiles
-    for tile in range(rounds):
-        _await_turn(kind, call, task, place, tile, rounds)
+    turns = field(call, TILES) if _shares_bias(call) else place.tiles
+    for tile in range(turns):
+        _await_turn(kind, call, task, place, tile, turns)
         if tile < place.tiles:
             _tile_backward(kind, call, scratch, place, first, keys, tile, k, v, kt, finite)
         publish(field(call, PROGRESS) + 8 * task, tile + 1)
@@ -195,7 +195,7 @@ def _shares_bias(call: int) -> bool:
 
 
 @native
-def _await_turn(kind: Kind, call: int, task: int, place: _Place, tile: int, rounds: int) -> None:
+def _await_turn(kind: Kind, call: int, task: int, place: _Place, tile: int, turns: int) -> None:
     """Waits for whoever adds to the same dQ tile, or to the same rows of a shared bias, before this task."""
     progress = field(call, PROGRESS)
     if place.same_head >= 0:
@@ -214,7 +214,7 @@ def _await_turn(kind: Kind, call: int, task: int, place: _Place, tile: int, roun
         # the tiles that hold this tile's last query.
         group, width = field(call, GROUP), COLUMNS * lanes(kind)
         last_query = ((tile + 1) * width - 1) // group
-        last = min(rounds - 1, ((last_query + 1) * group - 1) // width)
+        last = min(turns - 1, ((last_query + 1) * group - 1) // width)
     if before >= 0:
         wait_above(progress + 8 * before, last)
 

@@ -147,7 +147,7 @@ def _describe_options(call: array[int], problem: AttentionProblem) -> None:
 
 
 def optional_tensors(problem: AttentionProblem) -> tuple[tuple[int, int, Tensor | None], ...]:
-    """Where the address of each lies in a call, and its dimensions."""
+    """Of each tensor that a problem may lack: where a call has its address, and its dimensions."""
     return (
         (MASK, 4, problem.mask),
         (BIAS, 4, problem.bias),

@@ -67,7 +67,8 @@ from .softmax import online_softmax
 from .stage import copy_numbers, fill, padded, stage_lanes, stage_listed, unstage_natural
 from .weigh import weigh_rows
 
-# How far ahead of the row that is read memory is asked for the next ones, in bytes of K and of V.
+# Memory is asked for a row this many bytes before it is read, or this many rows where that is more: with
+# half or twice as much, Zen 4 takes as long.
 _AHEAD_BYTES, _AHEAD_ROWS = 2**14, 16
 
 
@@ -138,9 +139,9 @@ def _list_rows(
     keys: int,
     later: int,
 ) -> int:
-    """Lists the rows of K or V of a tile, and behind them those that are asked for meanwhile.
+    """Lists the rows of K or V of a tile, and behind them those of the `later` keys to ask for meanwhile.
 
-    `later` keys of the split follow the tile.
+    Where rows are staged, their list then says where, and early requests are for rows that are near already.
     """
     table, ahead = scratch + field(call, AT_ADDRESSES), _rows_ahead(kind, call, tensor)
     listed = table if tensor == KEY else table + 16 * field(call, TILE_KEYS)
@@ -180,7 +181,7 @@ def _decode_keys(
     direct: bool,
     query_row: int,
 ) -> None:
-    """One tile of keys, whose addresses are listed already; lists the `later` ones of the next tile."""
+    """One tile of keys; `later` keys of the split follow it."""
     width, table = lanes(kind), scratch + field(call, AT_ROWS)
     scores, spare = scratch + field(call, AT_SCORES), scratch + field(call, AT_BIAS)
     out, out_row = scratch + field(call, AT_OUT), _out_row(kind, call)

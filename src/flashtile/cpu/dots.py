@@ -32,6 +32,8 @@ from .native import native
 from .simd import peek_int64, poke
 from .tiles import sum_lanes
 
+LINE = 64  # bytes
+
 
 def _load_operand(b: ir.IRBuilder, kind: Kind, address: ir.Value) -> ir.Value:
     """One register of stored numbers: widened, or raw pairs for dot products of pairs."""
@@ -71,19 +73,29 @@ def numbers(count: Callable[[Kind], int]) -> Any:
     return addresses
 
 
+@intrinsic
+def ask_for(tc: Any, rows: Any, shift: Any) -> Any:
+    """Asks for one cache line of each row, `shift` bytes from its beginning."""
+
+    def gen(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
+        for i in range(rows.count):
+            prefetch(b, b.add(b.extract_value(args[0], i), args[1]), LINE)
+        return ctx.get_dummy_value()
+
+    return types.void(rows, types.int64), gen
+
+
 def _dot_operations(rows: int) -> tuple[Any, Any, Any]:
     """Addresses of a block of keys; accumulators += K * Q for it and `rows` query rows, one register of
     each at a time; and where their sums go.
     """
 
     @intrinsic
-    def step(
-        tc: Any, kind: Any, sums: Any, keys: Any, ahead: Any, shift: Any, query: Any, query_row: Any
-    ) -> Any:
+    def step(tc: Any, kind: Any, sums: Any, keys: Any, shift: Any, query: Any, query_row: Any) -> Any:
         k = kind.kind
 
         def gen(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
-            _, sums_value, keys_value, ahead_value, shift_value, query_value, query_row_value = args
+            _, sums_value, keys_value, shift_value, query_value, query_row_value = args
             if k.lanes < rows:  # unreachable in such a kernel, yet it must compile
                 return sums_value
             queries = [_load_query(b, kind, offset(b, query_value, r, query_row_value)) for r in range(rows)]
@@ -98,14 +110,13 @@ def _dot_operations(rows: int) -> tuple[Any, Any, Any]:
                         else fma_value(b, kind.vector, one, queries[r], old)
                     )
                     result.append(new)
-                prefetch(b, b.add(b.extract_value(ahead_value, i), shift_value), k.lanes * k.itemsize)
             return cgutils.pack_array(b, result)
 
         tile, addresses = (
             types.UniTuple(kind.vector, k.lanes),
             types.UniTuple(types.int64, _per_block(k, rows)),
         )
-        return tile(kind, tile, addresses, addresses, *[types.int64] * 3), gen
+        return tile(kind, tile, addresses, *[types.int64] * 3), gen
 
     @intrinsic
     def put(tc: Any, kind: Any, sums: Any, scores: Any, score_row: Any) -> Any:
@@ -180,7 +191,9 @@ def _make_dots(rows: int) -> Any:
         sums, keys, later = _no_sums(kind), block(kind, listed), block(kind, ahead)
         for i in range(length // register_bytes(kind)):
             shift = i * register_bytes(kind)
-            sums = step(kind, sums, keys, later, shift, query + i * vector_size(kind), query_row)
+            sums = step(kind, sums, keys, shift, query + i * vector_size(kind), query_row)
+            if shift % LINE == 0:
+                ask_for(later, shift)
         put(kind, _sum_each(kind, sums), scores, score_row)
 
     return dots

@@ -18,7 +18,7 @@ from .entries import entry
 from .far import with_all_together, with_keys_together
 from .gemm import COLUMNS
 from .kinds import Kind
-from .plans import KINDS, Plan, lay_out, plan_forward, plan_of, put_schedule, row_room, tile_keys, tiles_of
+from .plans import KINDS, Plan, lay_out, plan_of, put_schedule, row_room, tile_keys, tiles_of
 from .ragged import Extent, in_rounds, schedule, sequences_of
 from .rows import TABLE_BYTES
 from .workers import run
@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 
     from ..problem import AttentionProblem, Gradients
 
-_ROUND_BYTES = 2**26  # dQ tiles of the packed sequences that one run of the backward pass takes
+# Memory for dQ of the packed sequences that one run of the backward pass takes, if they are several.
+_ROUND_BYTES = 2**26
 
 
 def forward(problem: AttentionProblem, out: Tensor, lse: Tensor) -> None:
@@ -106,7 +107,7 @@ def _split_lse(problem: AttentionProblem, lse: Tensor) -> tuple[Tensor, Tensor |
         return lse, None
     maxima, rest = (torch.empty_like(lse, memory_format=torch.contiguous_format) for _ in range(2))
     out = problem.query.new_empty(*problem.query.shape[:3], problem.value.shape[3])
-    _execute(plan_forward(problem, out, maxima), problem, out, maxima, rest)
+    _execute(plan_of(problem, out, maxima), problem, out, maxima, rest)
     return torch.where(large, maxima, lse), torch.where(large, rest, 0.0)
 
 
@@ -183,18 +184,24 @@ def _run_backward(problem: AttentionProblem, kind: Kind, call: array[int], gradi
             **dict.fromkeys((c.AT_VALUE, c.AT_GRAD_VALUE), split * value_row),
         },
     )
-    work = extent.pairs * heads * (4 * value_dim + 6 * head_dim)
-    backward_entry = entry(backward_kernel, kind)
-    if not problem.ragged:
-        run(backward_entry, call, extent.tasks, scratch, work)
-    for plan in extent.rounds:
-        put_schedule(call, plan)
-        ctypes.memset(c.address(progress), 0, 8 * plan.tasks)
-        run(backward_entry, call, plan.tasks, scratch, work / len(extent.rounds))
+    _run_rounds(kind, call, extent, progress, scratch, heads * (4.0 * value_dim + 6.0 * head_dim))
     if gradients.bias is not None and bias is not None and bias is not gradients.bias:
         _sum_into(gradients.bias, bias, _broadcast_dims(bias, gradients.bias))
     if gradients.alibi_slopes is not None and slopes is not None:
         _sum_into(gradients.alibi_slopes, slopes, (0, 2) if gradients.alibi_slopes.shape[0] == 1 else (2,))
+
+
+def _run_rounds(
+    kind: Kind, call: array[int], extent: Extent, progress: array[int], scratch: int, per_pair: float
+) -> None:
+    work = entry(backward_kernel, kind)
+    if extent.sequences is None:
+        run(work, call, extent.tasks, scratch, per_pair * extent.pairs)
+        return
+    for plan in extent.rounds:
+        put_schedule(call, plan)
+        ctypes.memset(c.address(progress), 0, 8 * plan.tasks)
+        run(work, call, plan.tasks, scratch, per_pair * extent.sequences.only(plan.table[:, 1]).pairs)
 
 
 def _extent(problem: AttentionProblem, kind: Kind, call: array[int], split: int) -> Extent:
@@ -227,7 +234,7 @@ def _ragged_extent(problem: AttentionProblem, kind: Kind, call: array[int], spli
         max((one.places for one in rounds), default=0),
         max((one.tasks for one in rounds), default=0),
         tuple(rounds),
-        sequences.table,
+        sequences,
     )
 
 

@@ -82,13 +82,8 @@ def plan_of(problem: AttentionProblem, out: Tensor, lse: Tensor) -> Plan:
     return _remembered(problem, out, lse, keys)
 
 
-def plan_forward(problem: AttentionProblem, out: Tensor, lse: Tensor) -> Plan:
-    """The plan of a forward call, made anew."""
-    return _plan(problem, out, lse, _common_keys(problem))
-
-
 def _common_keys(problem: AttentionProblem) -> int | None:
-    """How many keys each sequence has; None where they differ or do not lie in the order of the batch."""
+    """How many keys each sequence has; None where that, or where they lie, takes a table to say."""
     if not problem.ragged:
         return problem.key.shape[2]
     if problem.key_lengths is None or problem.query_starts is not None or problem.batch_index is not None:
@@ -98,7 +93,7 @@ def _common_keys(problem: AttentionProblem) -> int | None:
 
 
 def _remembered(problem: AttentionProblem, out: Tensor, lse: Tensor, keys: int) -> Plan:
-    """A small call takes less time than its description."""
+    """The plan made for an earlier call of the same layout: a small call takes less time than its plan."""
     query, key, value = problem.query, problem.key, problem.value
     options = [(at, t.shape, t.stride()) for at, _, t in c.optional_tensors(problem) if t is not None]
     pages = None if problem.block_table is None else problem.block_table.stride()
@@ -188,7 +183,7 @@ def _plan_decode(
         c.AT_OUT: kind.lanes * value_row,
         c.AT_KEY: keys * key_row,
         c.AT_VALUE: keys * value_row,
-        c.AT_ADDRESSES: 4 * 8 * keys,
+        c.AT_ADDRESSES: 2 * 2 * 8 * keys,  # of K and V: a tile, and at most as many rows ahead
         **dict.fromkeys((c.AT_SCORES, c.AT_BIAS), keys * kind.lanes * size),
     }
     for one in (call, merge_call):

@@ -28,6 +28,10 @@ class Sequences(NamedTuple):
         """Scores of one head: the sum of queries times keys."""
         return float(np.dot(self.queries, self.keys))
 
+    def only(self, chosen: Integers) -> Sequences:
+        """Some of them, by number."""
+        return Sequences(self.table[chosen], self.queries[chosen], self.keys[chosen])
+
 
 def sequences_of(problem: AttentionProblem) -> Sequences:
     table = np.zeros((problem.sequences, SEQUENCE_FIELDS), dtype=np.int64)
@@ -97,4 +101,4 @@ class Extent(NamedTuple):
     places: int  # tiles of all sequences and key heads of a round, the most
     tasks: int  # of a round, the most
     rounds: tuple[Schedule, ...]  # of sequences with lengths of their own, one run after the other
-    sequences: Integers | None  # what the call points to and nobody else holds
+    sequences: Sequences | None  # the call points to their table, and nobody else holds it

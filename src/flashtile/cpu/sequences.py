@@ -95,7 +95,7 @@ def run_length(call: int, key: int, keys: int) -> int:
 
 @native
 def list_keys(call: int, tensor: int, batch: int, head: int, first: int, keys: int, addresses: int) -> None:
-    """addresses[j] = where key first + j lies."""
+    """addresses[j] = where key first + j lies; what key_at does for each, without its divisions."""
     row, page_size = field(call, tensor + 3), field(call, PAGE_SIZE)
     if page_size == 0:
         _list_run(key_at(call, tensor, batch, head, first), row, keys, addresses)
