@@ -2,7 +2,7 @@
 
     python -m benchmarks.doors --quick            short sequences: does everything work?
     python -m benchmarks.doors --cases cache      only cases whose name holds this word
-    python -m benchmarks.readme                   the numbers into README.md
+    python -m benchmarks.readme                   the numbers into docs/performance.md
 
 One process, calls interleaved, medians. Every call is first compared with flashtile's own. Writes doors.json.
 """
@@ -26,6 +26,7 @@ from flashtile import masks
 from flashtile.bench import machine
 from flashtile.bench.console import Progress, table
 from flashtile.bench.timing import Run, format_seconds, interleave
+from flashtile.cli_types import positive
 
 OURS, PADDED = "flashtile", "torch SDPA, padded"
 READING = "reading"  # what no call can do without: as many bytes as keys and values take, of other memory
@@ -219,7 +220,7 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("--quick", action="store_true", help="short sequences, three rounds")
     parser.add_argument("--cases", default="", help="only cases whose name holds this word")
-    parser.add_argument("--rounds", type=int, default=15, help="measurements of each call (default: 15)")
+    parser.add_argument("--rounds", type=positive, default=15, help="measurements of each call (default: 15)")
     parser.add_argument(
         "--output", type=Path, help="default: doors.json in benchmarks/results, or benchmarks/quick"
     )

@@ -29,6 +29,7 @@ GROUPS = {
     "small": "Short sequences",
 }
 COLUMNS = ["work", "flashtile", "GFLOP/s", "of ceiling", "torch SDPA", "ratio", "best other peer", "ratio"]
+MEMORY = "**Memory beyond inputs and results (MiB), 2 heads, head_dim 64, float32**"
 SUMMARY = ["work", "cases", "GFLOP/s", "of ceiling", "over torch SDPA", "over the best other peer"]
 ERRORS = {"flashtile": "flashtile", "torch": "torch SDPA", "standard": "standard attention in that dtype"}
 NOTHING = "-"
@@ -53,7 +54,7 @@ def fill_doors(text: str, found: dict[str, Any]) -> str:
 def fill_summary(text: str, found: dict[str, Any]) -> str:
     """The ranges of the cases of one kind, and memory by length: what the README has room for."""
     parts = [machine_line(found["machine"]), ceilings_line(found["ceilings"])]
-    parts += [markdown(SUMMARY, summary_rows(found)), memory_table(found["memory"])]
+    parts += [markdown(SUMMARY, summary_rows(found)), MEMORY, memory_table(found["memory"])]
     return between(text, SUMMARY_BEGIN, SUMMARY_END, "\n\n".join(parts))
 
 
@@ -93,7 +94,7 @@ def numbers(found: dict[str, Any]) -> str:
             rows = (work_row(result, found["ceilings"]) for result in chosen)
             parts += [f"**{title}**", markdown(COLUMNS, rows)]
     if found["memory"]:
-        parts += ["**Memory beyond inputs and results (MiB), 2 heads, head_dim 64, float32**"]
+        parts += [MEMORY]
         parts += [memory_table(found["memory"])]
     return "\n\n".join(parts)
 

@@ -35,6 +35,7 @@ from benchmarks.training_tables import report
 from flashtile import dispatch
 from flashtile.bench import ceilings, machine
 from flashtile.bench.console import Progress, heading
+from flashtile.cli_types import positive
 from flashtile.train import ATTENTIONS, PRESETS, model_flops
 from flashtile.train.flops import attention_share, known_card, predicted_speedup
 
@@ -151,7 +152,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, help="tokens of a step, default: 2048; 8192 on a GPU")
     parser.add_argument("--compile", action="store_true", help="torch.compile the model")
     parser.add_argument("--memory", type=int, metavar="GIB", help="what a step may need; default: 7/8 of all")
-    parser.add_argument("--rounds", type=int, default=7, help="steps of each attention (default: 7)")
+    parser.add_argument("--rounds", type=positive, default=7, help="steps of each attention (default: 7)")
     parser.add_argument("--seconds", type=float, default=170, help="at most about this long per case")
     parser.add_argument("--quick", action="store_true", help="two short contexts, two rounds")
     parser.add_argument(

@@ -354,8 +354,10 @@ def test_pages(page_size):
             for p in range(count):
                 part = own[p * page_size : (p + 1) * page_size]
                 kept[table[b, p], : len(part)] = part
-    out = flashtile.attention_varlen(query, *cache, cu_q, cu_k, block_table=table, mask=BOTTOM_RIGHT)
-    assert torch.equal(out, flashtile.attention_varlen(query, key, value, cu_q, cu_k, mask=BOTTOM_RIGHT))
+    bias = torch.randn(1, 4, max(QUERIES), max(KEYS))  # of the longest sequence, not of all places in pages
+    for options in ({"mask": BOTTOM_RIGHT}, {"bias": bias}, {"mask": bias > 0}):
+        out = flashtile.attention_varlen(query, *cache, cu_q, cu_k, block_table=table, **options)
+        assert torch.equal(out, flashtile.attention_varlen(query, key, value, cu_q, cu_k, **options))
 
 
 @pytest.mark.parametrize("dynamic", [False, True])

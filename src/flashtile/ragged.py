@@ -101,6 +101,7 @@ def check_problem(problem: AttentionProblem) -> None:
         longest[1] = int(problem.key_starts.diff().max())
     if problem.key_lengths is not None:
         check_range("cache_lengths", problem.key_lengths, 0, problem.most_keys, "the places of the cache")
+        longest[1] = max(problem.key_lengths.tolist(), default=0)
     if problem.batch_index is not None:
         last = problem.key.shape[0] - 1
         check_range("batch_index", problem.batch_index, 0, last, "the entries of the cache")

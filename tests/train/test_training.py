@@ -306,6 +306,15 @@ def refused(arguments: list[str], message: str, capsys: pytest.CaptureFixture[st
     assert captured.out == ""
 
 
+def test_an_output_that_is_a_file_is_refused(tmp_path, capsys):
+    (tmp_path / "file").write_text("mine")
+    for folder in (tmp_path / "file", tmp_path / "file" / "below"):
+        refused(
+            ["--output", str(folder)], f"--output must be a folder that can be made, got {folder}", capsys
+        )
+    assert (tmp_path / "file").read_text() == "mine"
+
+
 def test_compiling_without_a_compiler_is_refused(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(command.shutil, "which", lambda name: None)
     refused(

@@ -20,6 +20,7 @@ from .kinds import (
     vector_size,
 )
 from .llvm import (
+    LINE,
     const,
     dot_pairs_value,
     fma_value,
@@ -31,8 +32,6 @@ from .llvm import (
 from .native import native
 from .simd import peek_int64, poke
 from .tiles import sum_lanes
-
-LINE = 64  # bytes
 
 
 def _load_operand(b: ir.IRBuilder, kind: Kind, address: ir.Value) -> ir.Value:

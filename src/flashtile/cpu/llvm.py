@@ -37,12 +37,15 @@ def call(b: ir.IRBuilder, name: str, result: ir.Type, args: list[ir.Value]) -> i
     return b.call(function, args)
 
 
+LINE = 64  # bytes of a cache line
+
+
 def prefetch(b: ir.IRBuilder, address: ir.Value, size: int) -> None:
     """Asks for the cache lines of ``size`` bytes before they are needed, in the second-level cache."""
     typ = ir.FunctionType(ir.VoidType(), [I8.as_pointer(), I32, I32, I32])
     function = cgutils.get_or_insert_function(b.module, typ, "llvm.prefetch.p0")
     read, second_level, data = (ir.Constant(I32, x) for x in (0, 2, 1))
-    for shift in range(0, size, 64):
+    for shift in range(0, size, LINE):
         place = pointer(b, b.add(address, ir.Constant(I64, shift)), I8)
         b.call(function, [place, read, second_level, data])
 

@@ -96,7 +96,12 @@ def begun(options: argparse.Namespace) -> Training:
     settings.shape(257)  # refuses sizes that do not fit before the text is read
     corpus = read_corpus([Path(name) for name in settings.text], settings.context, settings.vocabulary)
     training = Training(settings, corpus, options.device, compiled=options.compile)
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(
+            f"--output must be a folder that can be made, got {folder}: {error.strerror}"
+        ) from error
     return training
 
 
