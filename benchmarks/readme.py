@@ -94,8 +94,7 @@ def numbers(found: dict[str, Any]) -> str:
             rows = (work_row(result, found["ceilings"]) for result in chosen)
             parts += [f"**{title}**", markdown(COLUMNS, rows)]
     if found["memory"]:
-        parts += [MEMORY]
-        parts += [memory_table(found["memory"])]
+        parts += [MEMORY, memory_table(found["memory"])]
     return "\n\n".join(parts)
 
 

@@ -426,13 +426,27 @@ def test_a_compiled_graph_does_not_append_two_sequences_to_one_place(paged, back
 
     compiled = torch.compile(step, backend=backend, fullgraph=True)
     held = (HELD.clone(), HELD.clone())
+    dtype = torch.int32 if paged else torch.int64
     shared, apart = ([[0, 1], [0, 1]], [[0], [1]]) if paged else ([1, 1], [1, 0])
     with pytest.raises((IndexError, RuntimeError)), torch.enable_grad():
-        compiled(held, NEW, torch.tensor(shared, dtype=torch.int32 if paged else torch.int64))
+        compiled(held, NEW, torch.tensor(shared, dtype=dtype))
     assert all(torch.equal(cache, HELD) for cache in held)
-    compiled(held, NEW, torch.tensor(apart, dtype=torch.int32 if paged else torch.int64))
+    compiled(held, NEW, torch.tensor(apart, dtype=dtype))
     first = 0 if paged else 1
     assert all(torch.equal(cache[first, :, 2:5], NEW[0]) for cache in held)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_compiled_graph_does_not_count_entries_from_the_end(backend):
+    def step(held: tuple[Tensor, Tensor], key: Tensor, index: Tensor) -> Tensor:
+        return flashtile.attention_kvcache(
+            QUERY, *held, key=key, value=key, cache_lengths=2, batch_index=index
+        )
+
+    held = (HELD.clone(), HELD.clone())
+    with pytest.raises((IndexError, RuntimeError)), torch.enable_grad():
+        torch.compile(step, backend=backend, fullgraph=True)(held, NEW, torch.tensor([0, -1]))
+    assert all(torch.equal(cache[1], HELD[1]) for cache in held)
 
 
 QUERY = torch.randn(2, 4, 3, 8)

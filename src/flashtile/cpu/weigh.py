@@ -25,7 +25,7 @@ def _make_weigh(rows: int, columns: int, group: int) -> Any:
 
     @intrinsic
     def step(
-        tc: Any, kind: Any, tile: Any, weights: Any, row: Any, values: Any, ahead: Any, shift: Any
+        tc: Any, kind: Any, tile: Any, weights: Any, weight_row: Any, values: Any, ahead: Any, shift: Any
     ) -> Any:
         k, vector = kind.kind, kind.vector
         size = k.lanes * k.itemsize
@@ -39,7 +39,7 @@ def _make_weigh(rows: int, columns: int, group: int) -> Any:
                     widen_value(b, k, b.add(at, ir.Constant(I64, c * size)), k.lanes) for c in range(columns)
                 ]
                 prefetch(b, b.add(number_at(b, ahead_value, i), shift_value), columns * size)
-                first = b.add(b.extract_value(weights_value, i), row_value)
+                first = offset(b, weights_value, i, row_value)
                 for r in range(rows):
                     place = b.add(first, ir.Constant(I64, r * k.compute_size))
                     weight = b.load(pointer(b, place, vector.llvm.element), align=4)
@@ -50,15 +50,15 @@ def _make_weigh(rows: int, columns: int, group: int) -> Any:
             return cgutils.pack_array(b, sums)
 
         t = types.UniTuple(vector, rows * columns)
-        return t(kind, t, addresses, types.int64, addresses, *[types.int64] * 2), gen
+        return t(kind, t, types.int64, types.int64, addresses, *[types.int64] * 2), gen
 
     zeros, add_tile, _, _ = tile_operations(rows, columns)
 
     @native
     def weigh(
         kind: Kind,
-        weights: Any,
-        row: int,
+        weights: int,
+        weight_row: int,
         values: Any,
         ahead: int,
         first: int,
@@ -69,7 +69,7 @@ def _make_weigh(rows: int, columns: int, group: int) -> Any:
         """Vectors [first, last) in steps of `columns`."""
         for column in range(first, last, columns):
             shift = column * lanes(kind) * itemsize(kind)
-            tile = step(kind, zeros(kind), weights, row, values, ahead, shift)
+            tile = step(kind, zeros(kind), weights, weight_row, values, ahead, shift)
             add_tile(kind, tile, out + column * vector_size(kind), out_row)
 
     return weigh
@@ -84,14 +84,6 @@ def _make_weigh_group(group: int) -> Any:
     )
     listed = numbers(lambda kind: group)
 
-    @intrinsic
-    def weight_rows(tc: Any, kind: Any, weights: Any, weight_row: Any) -> Any:
-        def gen(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
-            places = [offset(b, args[1], i, args[2]) for i in range(group)]
-            return cgutils.pack_array(b, places)
-
-        return types.UniTuple(types.int64, group)(kind, *[types.int64] * 2), gen
-
     @native
     def weigh_group(
         kind: Kind,
@@ -105,15 +97,15 @@ def _make_weigh_group(group: int) -> Any:
         out_row: int,
     ) -> None:
         size, fours, whole = compute_size(kind), rows // 4 * 4, vectors // wide * wide
-        p, v = weight_rows(kind, weights, weight_row), listed(kind, values)
+        v = listed(kind, values)
         for row in range(0, fours, 4):
-            at, to, later = row * size, out + row * out_row, ahead if row == 0 else values
-            weigh_4_wide(kind, p, at, v, later, 0, whole, to, out_row)
-            weigh_4_1(kind, p, at, v, later, whole, vectors, to, out_row)
+            p, to, later = weights + row * size, out + row * out_row, ahead if row == 0 else values
+            weigh_4_wide(kind, p, weight_row, v, later, 0, whole, to, out_row)
+            weigh_4_1(kind, p, weight_row, v, later, whole, vectors, to, out_row)
         for row in range(fours, rows):
-            at, to, later = row * size, out + row * out_row, ahead if row == 0 else values
-            weigh_1_wide(kind, p, at, v, later, 0, whole, to, out_row)
-            weigh_1_1(kind, p, at, v, later, whole, vectors, to, out_row)
+            p, to, later = weights + row * size, out + row * out_row, ahead if row == 0 else values
+            weigh_1_wide(kind, p, weight_row, v, later, 0, whole, to, out_row)
+            weigh_1_1(kind, p, weight_row, v, later, whole, vectors, to, out_row)
 
     return weigh_group
 
