@@ -106,12 +106,14 @@ def key_gradients(
                 True, True, PRECISION,
             )  # fmt: skip
     at = key_addresses(
-        grad_key, sequences, place.key_entry, place.key_first, kv_head, columns.index, columns.existing
-    )
+        grad_key, sequences, place.key_entry, place.key_first, kv_head, columns.start, columns.index,
+        columns.existing, False,
+    )  # fmt: skip
     store_tile(at, grad_key.column, columns.existing, grad_k * terms.scale, HEAD_DIM, HEAD_WIDTH)
     at = key_addresses(
-        grad_value, sequences, place.key_entry, place.key_first, kv_head, columns.index, columns.existing
-    )
+        grad_value, sequences, place.key_entry, place.key_first, kv_head, columns.start, columns.index,
+        columns.existing, False,
+    )  # fmt: skip
     store_tile(at, grad_value.column, columns.existing, grad_v, VALUE_DIM, VALUE_WIDTH)
 
 
@@ -176,7 +178,7 @@ def _add_queries(
     if SPANS:
         position = start + tl.arange(0, QUERIES)
         inside, row = position < place.queries, place.query_first + position
-        first, last = visible_spans(visible, place.query_entry, row, position, inside, place.keys)
+        first, last = visible_spans(visible, terms, place.query_entry, row, position, inside, place.keys)
         meets = (
             tl.max(
                 tl.minimum(last, columns.start + columns.index.shape[0]) - tl.maximum(first, columns.start), 0
@@ -185,8 +187,8 @@ def _add_queries(
         )
     if meets:
         rows = load_queries(
-            inputs, numbers, visible, place, start, HEAD_DIM, VALUE_DIM, HEAD_WIDTH, VALUE_WIDTH, QUERIES,
-            MASKED, APART,
+            inputs, numbers, visible, terms, place, start, HEAD_DIM, VALUE_DIM, HEAD_WIDTH, VALUE_WIDTH,
+            QUERIES, MASKED, APART,
         )  # fmt: skip
         tile = probabilities(rows, columns, visible, terms, place, MASKED, True, PRECISION)
         if EXACT:
@@ -197,7 +199,7 @@ def _add_queries(
         else:
             p = tile.dropped.to(rows.grad_out.dtype)
             grad_v = tl.dot(p, rows.grad_out, grad_v, input_precision=PRECISION)
-        _, ds = score_gradients(tile, rows, columns, terms, MASKED, True, PRECISION)
+        _, ds = score_gradients(tile, rows, columns, terms, False, True, PRECISION)
         if EXACT:
             grad_k = exact_product(
                 ds, tile.seen, rows.at_query, inputs.query.column, rows.inside, grad_k, HEAD_DIM, HEAD_WIDTH
@@ -237,7 +239,7 @@ def query_gradients(
     if tile * QUERIES >= place.queries:
         return
     rows = load_queries(
-        inputs, numbers, visible, place, tile * QUERIES, HEAD_DIM, VALUE_DIM, HEAD_WIDTH, VALUE_WIDTH,
+        inputs, numbers, visible, terms, place, tile * QUERIES, HEAD_DIM, VALUE_DIM, HEAD_WIDTH, VALUE_WIDTH,
         QUERIES, True, True,
     )  # fmt: skip
     grad_q = tl.zeros((QUERIES, HEAD_WIDTH), tl.float32)
@@ -297,7 +299,7 @@ def _add_keys(
         inputs, sequences, place, start, HEAD_DIM, VALUE_DIM, HEAD_WIDTH, VALUE_WIDTH, KEYS, MASKED
     )
     tile = probabilities(rows, columns, visible, terms, place, MASKED, False, PRECISION)
-    grad_scores, ds = score_gradients(tile, rows, columns, terms, MASKED, False, PRECISION)
+    grad_scores, ds = score_gradients(tile, rows, columns, terms, MASKED and WITH_SLOPES, False, PRECISION)
     if WITH_SLOPES:
         distance = alibi_distance(
             terms, rows.position[:, None], columns.index[None, :], place.queries, place.keys

@@ -98,7 +98,7 @@ def _add_queries(
 ):
     """Adds dS of the queries [start, start + QUERIES) and of a tile of keys, or of all of them."""
     rows = load_queries(
-        inputs, numbers, visible, place, start, HEAD_DIM, VALUE_DIM, HEAD_WIDTH, VALUE_WIDTH, QUERIES,
+        inputs, numbers, visible, terms, place, start, HEAD_DIM, VALUE_DIM, HEAD_WIDTH, VALUE_WIDTH, QUERIES,
         True, True,
     )  # fmt: skip
     begin, _full_begin, _full_end, end = key_tiles(rows.first, rows.last, rows.inside, place.keys, KEYS, True)

@@ -102,7 +102,7 @@ def _softmax_of_rows(
     """The maximum of the scores of each row and the sum of their exponentials, as in the forward pass."""
     at = row_addresses(inputs.query, place, row)
     q = load_tile(at, inputs.query.column, inside, HEAD_DIM, HEAD_WIDTH, True)
-    first, last = visible_spans(visible, place.query_entry, row, position, inside, place.keys)
+    first, last = visible_spans(visible, terms, place.query_entry, row, position, inside, place.keys)
     row_max = tl.full((position.shape[0],), float("-inf"), tl.float32)
     row_sum = tl.zeros((position.shape[0],), tl.float32)
     # Names are not used twice, not even `_`: Triton carries them through the loop with the type they had.
@@ -111,8 +111,9 @@ def _softmax_of_rows(
         index = key_tile * KEYS + tl.arange(0, KEYS)
         existing = index < place.keys
         at_key = key_addresses(
-            inputs.key, sequences, place.key_entry, place.key_first, place.kv_head, index, existing
-        )
+            inputs.key, sequences, place.key_entry, place.key_first, place.kv_head, key_tile * KEYS, index,
+            existing, False,
+        )  # fmt: skip
         k = load_tile(at_key, inputs.key.column, existing, HEAD_DIM, HEAD_WIDTH, True)
         products = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         seen, bias = visible_entries(

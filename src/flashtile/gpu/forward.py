@@ -105,10 +105,11 @@ def attention_forward(
     inside, row = position < queries, query_first + position
     at = query.start + query_entry * query.batch + head.to(tl.int64) * query.head + row * query.row
     q = load_tile(at, query.column, inside, HEAD_DIM, HEAD_WIDTH, True)
-    first, last = visible_spans(visible, query_entry, row, position, inside, keys)
+    first, last = visible_spans(visible, terms, query_entry, row, position, inside, keys)
     if SPLIT:
         first = tl.maximum(first, split * split_keys)
         last = tl.minimum(last, (split + 1) * split_keys)
+    last = tl.where(first < last, last, 0)  # says alone that a row sees nothing
 
     row_max = tl.full((QUERIES,), float("-inf"), tl.float32)
     row_sum = tl.zeros((QUERIES,), tl.float32)
@@ -207,7 +208,7 @@ def _forward_tile(
     """
     index = start + tl.arange(0, KEYS)
     existing = index < keys
-    at = key_addresses(key, sequences, key_entry, key_first, kv_head, index, existing)
+    at = key_addresses(key, sequences, key_entry, key_first, kv_head, start, index, existing, not MASKED)
     k = load_tile(at, key.column, existing, HEAD_DIM, HEAD_WIDTH, MASKED)
     products = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     seen, bias = existing[None, :], 0.0
@@ -236,7 +237,7 @@ def _forward_tile(
     if terms.seed is not None:
         kept = kept_entries(terms, sequence, heads, head, position, start, KEYS)
         exponentials = tl.where(kept, exponentials, 0.0)
-    at = key_addresses(value, sequences, key_entry, key_first, kv_head, index, existing)
+    at = key_addresses(value, sequences, key_entry, key_first, kv_head, start, index, existing, not MASKED)
     if EXACT:
         accumulated = exact_product(
             exponentials, seen, at, value.column, existing, accumulated, VALUE_DIM, VALUE_WIDTH

@@ -125,6 +125,7 @@ def load_queries(
     inputs: "Inputs",
     numbers: "RowNumbers",
     visible: "Visible",
+    terms: "Terms",
     place: "Place",
     start: "tl.tensor",
     HEAD_DIM: tl.constexpr,
@@ -143,7 +144,7 @@ def load_queries(
     inside, row = position < place.queries, place.query_first + position
     at_query = row_addresses(inputs.query, place, row)
     at_grad_out = row_addresses(inputs.grad_out, place, row)
-    first, last = visible_spans(visible, place.query_entry, row, position, inside, place.keys)
+    first, last = visible_spans(visible, terms, place.query_entry, row, position, inside, place.keys)
     at = place.query_entry * numbers.batch + place.head.to(tl.int64) * numbers.head + row
     row_rest = tl.zeros((QUERIES,), tl.float32)
     if APART:
@@ -177,11 +178,13 @@ def load_keys(
     index = start + tl.arange(0, KEYS)
     existing = index < place.keys
     at_key = key_addresses(
-        inputs.key, sequences, place.key_entry, place.key_first, place.kv_head, index, existing
-    )
+        inputs.key, sequences, place.key_entry, place.key_first, place.kv_head, start, index, existing,
+        not CHECKED,
+    )  # fmt: skip
     at_value = key_addresses(
-        inputs.value, sequences, place.key_entry, place.key_first, place.kv_head, index, existing
-    )
+        inputs.value, sequences, place.key_entry, place.key_first, place.kv_head, start, index, existing,
+        not CHECKED,
+    )  # fmt: skip
     return KeyTile(
         load_tile(at_key, inputs.key.column, existing, HEAD_DIM, HEAD_WIDTH, CHECKED),
         load_tile(at_value, inputs.value.column, existing, VALUE_DIM, VALUE_WIDTH, CHECKED),
@@ -237,11 +240,15 @@ def score_gradients(
     rows: "QueryTile",
     columns: "KeyTile",
     terms: "Terms",
-    MASKED: tl.constexpr,
+    CLEAN: tl.constexpr,
     TRANSPOSED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """dS = P * (dP - delta), shaped like P: by the scores, and by the scaled products of query and key."""
+    """dS = P * (dP - delta), shaped like P: by the scores, and by the scaled products of query and key.
+
+    CLEAN: hidden entries are 0 even where V or dO holds a NaN. Products of tiles do without: one that comes
+    out NaN is computed again.
+    """
     grad_p = _product(rows.grad_out, columns.v, TRANSPOSED, PRECISION)
     if terms.seed is not None:
         grad_p *= tl.where(tile.kept, terms.keep_scale, 0.0)
@@ -249,7 +256,7 @@ def score_gradients(
     grad_products = grad_scores
     if terms.softcap is not None:
         grad_products = grad_scores * (1.0 - tile.capped * tile.capped)
-    if MASKED:
+    if CLEAN:
         grad_scores = tl.where(tile.seen, grad_scores, 0.0)
         grad_products = tl.where(tile.seen, grad_products, 0.0)
     return grad_scores, grad_products

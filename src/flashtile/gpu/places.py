@@ -68,17 +68,27 @@ def key_addresses(
     entry: "tl.tensor",
     first: "tl.tensor",
     head: "tl.tensor",
+    start: "tl.tensor",
     index: "tl.tensor",
     inside: "tl.tensor",
+    STEADY: tl.constexpr,
 ):
-    """Where the keys (or values) ``index`` of a sequence begin: (KEYS,) pointers."""
-    start = rows.start + head.to(tl.int64) * rows.head
+    """Where the keys (or values) ``index`` of the tile that begins at ``start`` lie: (KEYS,) pointers.
+
+    STEADY: the steps within a tile stay in registers from one tile to the next. Masked tiles have none to
+    spare, and compute them anew.
+    """
+    at = rows.start + head.to(tl.int64) * rows.head
     if sequences.block_table is None:
-        addresses = start + entry * rows.batch + (first + index) * rows.row
+        at += entry * rows.batch
+        if STEADY:
+            addresses = at + (first + start) * rows.row + (index - start).to(tl.int64) * rows.row
+        else:
+            addresses = at + (first + index) * rows.row
     else:
         place = sequences.block_table + entry * sequences.pages + index // sequences.page_size
         page = _clamp(tl.load(place, mask=inside, other=0), 0, sequences.entries - 1).to(tl.int64)
-        addresses = start + page * rows.batch + (index % sequences.page_size).to(tl.int64) * rows.row
+        addresses = at + page * rows.batch + (index % sequences.page_size).to(tl.int64) * rows.row
     return addresses
 
 

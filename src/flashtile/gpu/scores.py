@@ -20,13 +20,18 @@ _LOWEST = tl.constexpr(-3.4028234663852886e38)
 @triton.jit
 def visible_spans(
     visible: "Visible",
+    terms: "Terms",
     entry: "tl.tensor",
     row: "tl.tensor",
     position: "tl.tensor",
     inside: "tl.tensor",
     keys: "tl.tensor",
 ):
-    """The run of keys [first, last) that each query sees; empty for rows that are not ``inside``."""
+    """The run of keys [first, last) that each query sees.
+
+    Rows that are not ``inside`` have an empty one, or, where every query sees every key, that of the others:
+    then the whole tile has one bound, which takes no registers.
+    """
     first, last = tl.zeros_like(position), tl.zeros_like(position) + keys
     if visible.lower is not None:
         first = tl.maximum(first, position + visible.lower)
@@ -38,7 +43,11 @@ def visible_spans(
     if visible.last is not None:
         at = visible.last.start + entry * visible.last.batch + row * visible.last.row
         last = tl.minimum(last, tl.load(at, mask=inside, other=0))
-    return tl.where(inside, first, 0), tl.where(inside, last, 0)
+    ranges: tl.constexpr = visible.lower is not None or visible.upper is not None
+    rows: tl.constexpr = visible.first is not None or visible.last is not None
+    if ranges or rows or visible.mask is not None or terms.bias is not None:
+        first, last = tl.where(inside, first, 0), tl.where(inside, last, 0)
+    return first, last
 
 
 @triton.jit
@@ -110,7 +119,9 @@ def visible_entries(
     head, position, first, last: (QUERIES, 1), index: (1, KEYS); or (1, QUERIES) and (KEYS, 1). The bias of
     the visible entries comes along, so that it is read once.
     """
-    seen = (index >= first) & (index < last)
+    seen = index < last
+    if visible.lower is not None or visible.first is not None:
+        seen = seen & (index >= first)
     if visible.mask is not None:
         seen = seen & (plane_tile(visible.mask, sequence, head, position, index, seen) != 0)
     bias = 0.0
