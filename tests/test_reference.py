@@ -198,6 +198,40 @@ class TestNothingToSee:
         (gradient,) = torch.autograd.grad(lse.sum(), problem.sinks)
         assert gradient.tolist() == [10.0, 10.0, 0.0, 10.0]
 
+    @pytest.mark.parametrize("row_by_row", [False, True])
+    def test_a_row_whose_visible_scores_are_all_minus_infinity(self, row_by_row):
+        """Row 2 by its query, row 3 by an overflow; torch's attention and the kernels say the same."""
+        problem = problem_of(mask=key_lengths([7, 3]), scale=1.0)
+        problem.query[:, :, 2] = torch.tensor([-math.inf, *[0.0] * 7])
+        problem.query[:, :, 3] = -1e300
+        problem.key.abs_()
+        bias = torch.zeros(1, 1, 5, 7, dtype=torch.float64)
+        bias[:, :, 3] = torch.finfo(torch.float64).min
+        problem = dataclasses.replace(problem, bias=bias)
+        out, lse = attention(problem, row_by_row=row_by_row)
+        expected = scaled_dot_product_attention(
+            problem.query, problem.key, problem.value, scale=1.0, enable_gqa=True,
+            attn_mask=bias.masked_fill(~visible_keys(problem), -math.inf),
+        )  # fmt: skip
+        torch.testing.assert_close(out, expected)
+        dead = torch.tensor([False, False, True, True, False])
+        assert (out[:, :, dead] == 0).all()
+        assert torch.equal(lse == -math.inf, dead.expand_as(lse))
+        found = gradients(problem, torch.ones_like(out), row_by_row=row_by_row)
+        assert (found["query"][:, :, dead] == 0).all()
+        assert (found["bias"][:, :, dead] == 0).all()
+        assert torch.isfinite(found["value"]).all()
+
+    @pytest.mark.parametrize("name", ["query", "key", "value", "bias"])
+    def test_beside_minus_infinity_a_nan_stays(self, name):
+        problem = problem_of(batch=1, bias=torch.zeros(1, 1, 5, 7, dtype=torch.float64))
+        problem.query[:, :, 2, 0] = -math.inf
+        problem.key.abs_()
+        getattr(problem, name)[:, :, 2] = math.nan
+        out, lse = attention(problem)
+        assert torch.isnan(out[:, :, 2]).all()
+        assert torch.isnan(lse[:, :, 2]).all() or name == "value"
+
     @pytest.mark.parametrize(
         "sizes",
         [{"batch": 0}, {"heads": 0, "kv_heads": 0}, {"query_length": 0}, {"key_length": 0}],

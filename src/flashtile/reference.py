@@ -20,8 +20,9 @@ def attention(problem: AttentionProblem, *, row_by_row: bool | None = None) -> t
     """``(out, lse)`` of standard attention, computed in the dtype of ``problem.query`` (see :func:`cast`).
 
     ``out`` is (B, Hq, Sq, Dv) in that dtype; ``lse`` is (B, Hq, Sq), natural logarithm, in the compute dtype
-    (float64 for float64, else float32). A row that sees no key has output 0 and LSE -inf, or the LSE of its
-    sink, which is all of its denominator. Both are differentiable in every floating tensor of the problem.
+    (float64 for float64, else float32). A row that sees no key, or only scores of -inf (of infinite inputs),
+    has output 0 and LSE -inf, or the LSE of its sink, which is all of its denominator. Both are
+    differentiable in every floating tensor of the problem.
 
     A NaN or infinity in the query, key or value reaches the rows that see it and no other, forward and
     backward; this takes a copy of the keys and values for every row (``row_by_row``; None = if needed). Where
@@ -192,13 +193,13 @@ def _softmax(scores: Tensor, visible: Tensor, sinks: Tensor | None) -> tuple[Ten
     if sinks is not None:
         sink = sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
         logits, counted = torch.cat([scores, sink], -1), torch.cat([visible, sink != -math.inf], -1)
-    some = counted.any(dim=-1, keepdim=True)
-    # A row without any key gets zeros, whose softmax is finite, and its result is replaced.
-    logits = torch.where(counted, logits, torch.where(some, -math.inf, 0.0).to(logits.dtype))
+    some = (counted & (logits != -math.inf)).any(dim=-1, keepdim=True)
+    # A row without anything to weigh gets zeros, whose softmax is finite, and its result is replaced.
+    logits = torch.where(some, torch.where(counted, logits, -math.inf), 0.0)
     probabilities = torch.softmax(logits, dim=-1)[..., : scores.shape[-1]]
     lse = torch.logsumexp(logits, dim=-1)
     # where() also stops gradients: what a row does not see has none, not even 0 x NaN.
-    return torch.where(visible, probabilities, 0.0), torch.where(some[..., 0], lse, -math.inf)
+    return torch.where(visible & some, probabilities, 0.0), torch.where(some[..., 0], lse, -math.inf)
 
 
 def _matmul(left: Tensor, right: Tensor, seen: Tensor, row_by_row: bool) -> Tensor:
