@@ -142,6 +142,19 @@ def test_output_follows_the_memory_order_of_the_query():
     assert flashtile.attention(query.contiguous(), key, normal(2, 4, 7, 5)).is_contiguous()
 
 
+@pytest.mark.parametrize("seed", [7, torch.tensor(7)], ids=["int", "tensor"])
+def test_a_seed_without_dropout_changes_nothing(seed):
+    """As in evaluation: `dropout_p=self.dropout_p if self.training else 0.0, seed=seed`."""
+    query = normal(2, 4, 9, 8)
+    before = torch.get_rng_state()
+    found = flashtile.attention(query, query, query, dropout_p=0.0, seed=seed)
+    assert torch.equal(found, flashtile.attention(query, query, query))
+    packed = query.transpose(1, 2).flatten(0, 1)
+    found = flashtile.attention_varlen(packed, packed, packed, [0, 9, 18], dropout_p=0.0, seed=seed)
+    assert torch.equal(found, flashtile.attention_varlen(packed, packed, packed, [0, 9, 18]))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_dropout_follows_the_seed_and_the_generator():
     query = normal(2, 4, 16, 8)
 

@@ -95,7 +95,7 @@ def attention(
             ``1 - dropout_p``.
         seed: 64-bit seed of the dropout mask (see ``flashtile.dropout_mask``), an int or an int64 tensor of
             one element. By default drawn from PyTorch's generator, so torch.manual_seed and
-            torch.utils.checkpoint govern it.
+            torch.utils.checkpoint govern it. Without dropout (in evaluation, say) it changes nothing.
         return_lse: also return the LSE, the natural log of the sum of exponentials of every row of scores.
 
     Returns:
