@@ -314,6 +314,16 @@ REFUSALS = [
         ValueError,
         r"key and value must have a number of heads that divides query's 4, got shape \(2, 3, 7, 8\)",
     ),
+    (
+        {"key": normal(2, 7, 4, 8), "value": normal(2, 7, 4, 8)},
+        ValueError,
+        r"\(2, 7, 4, 8\); if dimension 1 of these tensors is the length, pass tensor.transpose\(1, 2\)$",
+    ),
+    (
+        {"query": torch.nested.nested_tensor([normal(3, 4, 8)], layout=torch.jagged)},
+        TypeError,
+        r"query must be a dense tensor, got a nested one; flashtile.attention_varlen takes .values\(\)",
+    ),
     ({"value": normal(2, 4, 7, 0)}, ValueError, r"value must have a head_dim of at least 1"),
     (
         {"key": normal(2, 4, 7, 8).double()},
@@ -333,7 +343,10 @@ REFUSALS = [
     ({"query": normal(2, 4, 9, 8).to_sparse()}, TypeError, r"query must be a dense \(strided\) tensor"),
     ({"mask": "causal"}, TypeError, r"mask must be a flashtile.Mask or a bool tensor, got str"),
     ({"is_causal": True}, TypeError, r"unexpected keyword argument 'is_causal'; say mask=masks.causal\(\)"),
-    ({"flavour": 1}, TypeError, r"unexpected keyword argument 'flavour'$"),
+    ({"dropout": 0.1}, TypeError, r"unexpected keyword argument 'dropout'; did you mean dropout_p\?$"),
+    ({"softmax_scale": 1.0}, TypeError, r"unexpected keyword argument 'softmax_scale'; say scale=$"),
+    ({"return_softmax_lse": True}, TypeError, r"'return_softmax_lse'; did you mean return_lse\?$"),
+    ({"flavour": 1}, TypeError, r"^attention\(\) got an unexpected keyword argument 'flavour'$"),
     ({"mask": masks.causal}, TypeError, r"got the function itself; call it, as in masks.causal\("),
     ({"mask": lambda b, h, i, j: i >= j}, TypeError, r"got function; functions of positions are not"),
     ({"mask": torch.zeros(9, 7)}, TypeError, r"mask must be .*got a torch.float32 tensor; pass .* as bias"),
@@ -344,6 +357,11 @@ REFUSALS = [
         r"mask must broadcast to \(batch, heads, query_length, key_length\) = \(2, 4, 9, 7\), got shape",
     ),
     ({"mask": torch.ones(1, 1, 1, 9, 7, dtype=torch.bool)}, ValueError, r"mask must broadcast to"),
+    (
+        {"mask": torch.ones(2, 7, dtype=torch.bool)},
+        ValueError,
+        r"\(2, 7\); if that is \(batch, keys\), pass mask\[:, None, None, :\] or masks.key_lengths\(",
+    ),
     (
         {"mask": masks.key_lengths([1, 2, 3])},
         ValueError,
@@ -358,7 +376,8 @@ REFUSALS = [
     ({"bias": 1.0}, TypeError, r"bias must be a torch.Tensor, got float"),
     ({"bias": torch.ones(9, 7, dtype=torch.bool)}, TypeError, r"bias must have the dtype of query.*as mask"),
     ({"bias": normal(9, 7).double()}, TypeError, r"bias must have the dtype of query, torch.float32, got"),
-    ({"bias": normal(7, 9)}, ValueError, r"bias must broadcast to .*got shape \(7, 9\)"),
+    ({"bias": normal(7, 9)}, ValueError, r"bias must broadcast to .*got shape \(7, 9\)$"),
+    ({"bias": normal(2, 7)}, ValueError, r"if that is \(batch, keys\), pass bias\[:, None, None, :\]$"),
     ({"bias": normal(9, 7).to("meta")}, ValueError, r"bias must be on the device of query, cpu, got meta"),
     ({"scale": "1"}, TypeError, r"scale must be a Python float, got str"),
     ({"scale": math.nan}, ValueError, r"scale must be finite, got nan"),
@@ -403,6 +422,8 @@ def test_three_dimensional_refusals_speak_of_three_dimensions():
         ValueError, match=r"mask must broadcast to \(batch, query_length, key_length\) = \(2, 9, 9\)"
     ):
         flashtile.attention(query, query, query, mask=torch.ones(3, 9, 9, dtype=torch.bool))
+    with pytest.raises(ValueError, match=r"if that is \(batch, keys\), pass mask\[:, None, :\] or"):
+        flashtile.attention(query, query, query, mask=torch.ones(2, 9, dtype=torch.bool))
 
 
 def test_lse_has_the_compute_dtype(dtype):

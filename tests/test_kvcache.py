@@ -461,6 +461,7 @@ REFUSALS = [
         r"query must be \(batch, heads, length, head_dim\), got shape \(4, 3, 8\)",
     ),
     ({"key_cache": HELD.half()}, TypeError, "key_cache must have the dtype of query, torch.float32"),
+    ({"cache_seqlens": 3}, TypeError, r"^attention_kvcache\(\) got .*; did you mean cache_lengths\?$"),
     (
         {"value_cache": HELD[:, :, :9]},
         ValueError,

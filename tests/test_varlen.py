@@ -412,7 +412,24 @@ REFUSALS = [
     (
         {"cu_seqlens_q": [0, 3, 11]},
         ValueError,
-        "cu_seqlens_q must end at most at the number of rows, 10, got 11",
+        "cu_seqlens_q must end at most at the number of rows, 10, got 11$",
+    ),
+    (
+        {name: Q.transpose(0, 1) for name in ("query", "key", "value")} | {"cu_seqlens_k": None},
+        ValueError,
+        r"the number of rows, 4, got 10; rows come first, then heads: pass tensor.transpose\(0, 1\)$",
+    ),
+    (
+        {name: K.transpose(0, 1) for name in ("key", "value")},
+        ValueError,
+        r"\(2, 12, 8\); if dimension 1 of these tensors is the length, pass tensor.transpose\(0, 1\)$",
+    ),
+    ({"causal": True}, TypeError, r"^attention_varlen\(\) got .* 'causal'; say mask=masks.causal\(\)$"),
+    ({"alibi_slope": 1.0}, TypeError, r"'alibi_slope'; did you mean alibi_slopes\?$"),
+    (
+        {"query": torch.nested.nested_tensor([Q, Q], layout=torch.jagged)},
+        TypeError,
+        "query must be a dense tensor, got a nested one",
     ),
     (
         {"cu_seqlens_k": [0, 3, 13]},

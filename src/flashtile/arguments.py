@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
+import inspect
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple, NoReturn
 
 import torch
@@ -61,6 +63,11 @@ def inputs_agree(query: Tensor, key: Tensor, value: Tensor) -> bool:
 def check_tensor(name: str, argument: object) -> None:
     if not isinstance(argument, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(argument).__name__}")
+    if argument.is_nested:
+        raise TypeError(
+            f"{name} must be a dense tensor, got a nested one; flashtile.attention_varlen takes .values(), "
+            "as (total, heads, head_dim), and .offsets() of one with layout torch.jagged"
+        )
 
 
 def _refuse_inputs(query: Tensor, key: Tensor, value: Tensor) -> NoReturn:
@@ -118,7 +125,8 @@ def check_shapes(
     if heads != kv_heads and (kv_heads == 0 or heads % kv_heads):
         raise ValueError(
             f"{names[0]} and {names[1]} must have a number of heads that divides query's {heads}, "
-            f"got {shape_of(key)}"
+            f"got {shape_of(key)}; if dimension {heads_at[1] % key.dim()} of these tensors is the length, "
+            f"pass tensor.transpose({'0, 1' if key.dim() == 3 else '1, 2'})"
         )
 
 
@@ -234,7 +242,11 @@ def _broadcastable(name: str, tensor: Tensor, query: Tensor, sizes: Sizes, three
         for size, expected in zip(shape, full[len(full) - len(shape) :], strict=True)
     ):
         names = "batch, query_length, key_length" if three_dims else "batch, heads, query_length, key_length"
-        raise ValueError(f"{name} must broadcast to ({names}) = {full}, got {shape_of(tensor)}")
+        message = f"{name} must broadcast to ({names}) = {full}, got {shape_of(tensor)}"
+        if tuple(shape) == (batch, key_length):
+            message += f"; if that is (batch, keys), pass {name}[:, {'' if three_dims else 'None, '}None, :]"
+            message += " or masks.key_lengths(...)" if name == "mask" else ""
+        raise ValueError(message)
     if three_dims and len(shape) == 3:
         return tensor.unsqueeze(1)
     return tensor[(None,) * (4 - len(shape))] if len(shape) < 4 else tensor
@@ -272,24 +284,31 @@ def check_device(name: str, tensor: Tensor, query: Tensor) -> None:
         raise ValueError(f"{name} must be on the device of query, {query.device}, got {tensor.device}")
 
 
-# What other attention functions call it.
+# What other attention functions call it, where it has no similar name here.
 _OTHER_NAMES = {
     "is_causal": "mask=masks.causal()",
     "causal": "mask=masks.causal()",
     "attn_mask": "mask=, where True means that a query sees the key, or bias= for numbers to add",
     "attention_mask": "mask=masks.key_lengths(...) or masks.key_starts(...) for padding",
+    "key_padding_mask": "mask=masks.key_lengths(...) or masks.key_starts(...)",
+    "block_mask": "mask= with one of flashtile.masks, such as masks.documents(...)",
     "enable_gqa": "nothing: key heads are shared where there are fewer of them",
+    "deterministic": "nothing: it always is",
     "softmax_scale": "scale=",
+    "s_aux": "sinks=",
     "window_size": "mask=masks.window(left, right)",
     "return_attn_probs": "return_lse=True; nobody has the probabilities",
+    "need_weights": "return_lse=True; nobody has the probabilities",
 }
 
 
-def refuse_unknown(function: str, unknown: Mapping[str, object]) -> NoReturn:
+def refuse_unknown(function: Callable[..., object], unknown: Mapping[str, object]) -> NoReturn:
     """Raises the TypeError of an argument that does not exist, with the name of what may be meant."""
     name = next(iter(unknown))
     hint = f"; say {_OTHER_NAMES[name]}" if name in _OTHER_NAMES else ""
-    raise TypeError(f"{function}() got an unexpected keyword argument {name!r}{hint}")
+    if not hint and (similar := difflib.get_close_matches(name, inspect.signature(function).parameters, n=1)):
+        hint = f"; did you mean {similar[0]}?"
+    raise TypeError(f"{function.__name__}() got an unexpected keyword argument {name!r}{hint}")
 
 
 def _check_number(name: str, number: object, *, above: float = -math.inf) -> None:

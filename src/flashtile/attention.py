@@ -110,7 +110,7 @@ def attention(
         NotImplementedError: no backend serves the device.
     """
     if unknown:
-        refuse_unknown("attention", unknown)
+        refuse_unknown(attention, unknown)
     query, key, value, bias = checked_inputs(query, key, value, bias)
     three_dims = query.dim() == 3
     if three_dims:

@@ -18,6 +18,7 @@ from flashtile.arguments import (
     checked_intervals,
     checked_options,
     refuse_gradients,
+    refuse_unknown,
     shape_of,
 )
 from flashtile.masks import Intervals, Mask, key_starts
@@ -102,6 +103,7 @@ def attention_kvcache(
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
     return_lse: bool = False,
+    **unknown: object,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of a few new queries over a preallocated cache: decoding, and prefill in chunks.
 
@@ -144,6 +146,8 @@ def attention_kvcache(
         RuntimeError: a gradient would have to be recorded.
         NotImplementedError: no backend serves the device.
     """
+    if unknown:
+        refuse_unknown(attention_kvcache, unknown)
     _check_caches(query, key_cache, value_cache)
     dispatch.check_device(query.device)
     refuse_gradients(

@@ -52,23 +52,29 @@ def page_numbers(block_table: Tensor) -> Tensor:
     return block_table.clamp(-1, 2**31 - 1).to(torch.int32).contiguous()
 
 
-def cumulative_lengths(name: str, values: object, total: int, device: torch.device) -> Tensor:
+def cumulative_lengths(
+    name: str, values: object, total: int, device: torch.device, heads: int | None = None
+) -> Tensor:
     """int64 (B + 1,): 0, then the ends of the sequences among ``total`` packed rows. B is at least 1."""
     starts = integer_tensor(name, values, 1, device)
     if starts.shape[0] == 0:
         raise ValueError(f"{name} must hold 0 and the end of every sequence, got an empty tensor")
     if values_known(starts):
-        check_starts(name, starts, total)
+        check_starts(name, starts, total, heads)
     return torch.cat((starts, starts)) if starts.shape[0] == 1 else starts
 
 
-def check_starts(name: str, starts: Tensor, total: int) -> None:
+def check_starts(name: str, starts: Tensor, total: int, heads: int | None = None) -> None:
+    """``heads``, where it is known, tells rows that lie behind the heads."""
     if int(starts[0]) != 0:
         raise ValueError(f"{name} must start at 0, got {shown_value(starts)}")
     if bool((starts.diff() < 0).any()):
         raise ValueError(f"{name} must not decrease, got {shown_value(starts)}")
     if int(starts[-1]) > total:
-        raise ValueError(f"{name} must end at most at the number of rows, {total}, got {int(starts[-1])}")
+        hint = "; rows come first, then heads: pass tensor.transpose(0, 1)" if starts[-1] == heads else ""
+        raise ValueError(
+            f"{name} must end at most at the number of rows, {total}, got {int(starts[-1])}{hint}"
+        )
 
 
 def check_range(name: str, values: Tensor, low: int, high: int, meaning: str) -> None:

@@ -18,6 +18,7 @@ from flashtile.arguments import (
     checked_options,
     checked_seed,
     refuse_gradients,
+    refuse_unknown,
     shape_of,
 )
 from flashtile.masks import Intervals, Mask
@@ -95,6 +96,7 @@ def attention_varlen(
     dropout_p: float = 0.0,
     seed: int | Tensor | None = None,
     return_lse: bool = False,
+    **unknown: object,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """``flashtile.attention`` of B packed sequences, each within itself: no padding, no work for it.
 
@@ -132,10 +134,12 @@ def attention_varlen(
         RuntimeError: a gradient would have to be recorded through pages.
         NotImplementedError: no backend serves the device.
     """
+    if unknown:
+        refuse_unknown(attention_varlen, unknown)
     paged = block_table is not None
     query, key, value, bias = _checked_packed(query, key, value, bias, paged)
     device, rows, keys = query.device, query.shape[2], key.shape[2]
-    query_starts = cumulative_lengths("cu_seqlens_q", cu_seqlens_q, rows, device)
+    query_starts = cumulative_lengths("cu_seqlens_q", cu_seqlens_q, rows, device, heads=query.shape[1])
     if cu_seqlens_k is None and paged:
         raise ValueError("cu_seqlens_k must say how many keys of its pages a sequence has, got None")
     if cu_seqlens_k is None and rows != keys:
