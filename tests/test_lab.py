@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from itertools import product
 
 import pytest
@@ -213,6 +214,9 @@ QUERY = torch.zeros(1, 1, 4, 2)
         ({"mask": torch.ones(4, 4)}, TypeError, "mask must be a flashtile.Mask, got Tensor"),
         ({"dropout_p": 1.5}, ValueError, "dropout_p must be in [0, 1], got 1.5"),
         ({"element_size": 0}, ValueError, "element_size must be at least 1, got 0"),
+        ({"element_size": 2.5}, TypeError, "element_size must be an int, got 2.5"),
+        ({"blocks": (2, 2)}, TypeError, "blocks must be a flashtile.lab.Blocks, as in lab.Blocks(64, 32)"),
+        ({"backward_blocks": (2, 2, 2)}, TypeError, "backward_blocks must be a flashtile.lab.Blocks"),
     ],
     ids=str,
 )  # fmt: skip
@@ -232,12 +236,17 @@ def test_bad_input_is_refused(change, error, message):
 def test_bad_blocks_targets_and_rows_are_refused():
     with pytest.raises(ValueError, match=r"blocks\.columns must be at least 1, got 0"):
         lab.Blocks(1, 0)
+    for size in (2.0, "2", True, (2, 2)):
+        with pytest.raises(TypeError, match=re.escape(f"blocks.rows must be an int, got {size!r}")):
+            lab.Blocks(size, 1)
     memory = lab.Memory()
     with pytest.raises(ValueError, match=r"block must have the shape of target, \(2, 1\), got \(2, 2\)"):
         memory.store(torch.zeros(2, 1), memory.load(torch.zeros(2, 2)))
     scores, values = torch.zeros(3), torch.zeros(3, 1)
     with pytest.raises(ValueError, match="block must be at least 1, got 0"):
         lab.steps(scores, values, 0)
+    with pytest.raises(TypeError, match=r"block must be an int, got 1\.5"):
+        lab.steps(scores, values, 1.5)
     with pytest.raises(ValueError, match=r"scores must be \(keys,\) with at least one key"):
         lab.elementwise(scores[:0], values[:0])
     with pytest.raises(ValueError, match=r"values must be \(keys, head_dim\) with 3 keys"):

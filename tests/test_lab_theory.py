@@ -163,6 +163,16 @@ def test_block_sizes_are_the_first_papers():
         theory.block_sizes("flash1", "forward", 3, 64, element_size=4)
     with pytest.raises(ValueError, match="head_dim must be at least 1, got 0"):
         theory.block_sizes("flash1", "forward", 1024, 0)
+    with pytest.raises(TypeError, match=r"sram must be an int, got 1000\.0"):
+        theory.block_sizes("flash1", "forward", 1e3, 64)
+
+
+def test_passes_that_do_not_exist_are_refused():
+    shape = theory.Shape(query_length=4, key_length=4, head_dim=2, value_head_dim=2)
+    with pytest.raises(ValueError, match="algorithm must be one of standard, flash1, flash2, got 'flash3'"):
+        theory.one_pass("flash3", "forward", shape, lab.Blocks(2, 2))
+    with pytest.raises(TypeError, match=r"blocks must be a flashtile.lab.Blocks.*, got \[2, 2\]"):
+        theory.one_pass("flash1", "forward", shape, [2, 2])
 
 
 @pytest.mark.parametrize("head_dim", [16, 64, 128, 256])

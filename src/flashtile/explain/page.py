@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from importlib.resources import files
 from typing import Any
 
+from flashtile.checks import check_choice
 from flashtile.explain.data import gather
 
 # In the order in which they build on each other.
@@ -20,8 +21,7 @@ Texts = Mapping[str, Mapping[str, str]]  # {key: {language: text}}
 
 def build(language: str = "en") -> str:
     """The whole page as HTML, which refers to no other file; ``language`` is the one that it opens in."""
-    if language not in LANGUAGES:
-        raise ValueError(f"language must be one of {', '.join(LANGUAGES)}, got {language!r}")
+    check_choice("language", language, LANGUAGES)
     texts = read_texts()
     parts = {
         "style": read("page.css"),

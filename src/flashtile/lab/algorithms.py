@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from flashtile.arguments import check_shapes, check_tensor, shape_of
+from flashtile.checks import check_choice
 from flashtile.dropout import keep_threshold
 from flashtile.lab import flash1, flash2, standard
-from flashtile.lab.checks import check_choice
 from flashtile.lab.memory import Counts, Memory
-from flashtile.lab.setting import Blocks, Setting
+from flashtile.lab.setting import Blocks, Setting, check_blocks
 from flashtile.masks import Mask
 from flashtile.masks.lengths import Uniform
 from flashtile.problem import default_scale
@@ -71,11 +71,13 @@ def run(
         TypeError, ValueError: an argument of a wrong type or value.
     """
     check_choice("algorithm", algorithm, ALGORITHMS)
+    tiles = blocks, blocks if backward_blocks is None else backward_blocks
+    for name, one in zip(("blocks", "backward_blocks"), tiles, strict=True):
+        check_blocks(name, one)
     _check(query, key, value, grad_out)
     keep_threshold(dropout_p)  # refuses what is no probability
     lower, upper = band(mask, query.shape[2], key.shape[2])
     batch, heads = query.shape[:2]
-    tiles = blocks, backward_blocks or blocks
     memories = Memory(element_size), Memory(element_size)
     outs: list[Tensor] = []
     gradients: list[Inputs] = []

@@ -13,6 +13,8 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
+from flashtile.checks import check_sizes
+
 
 @dataclass
 class Counts:
@@ -70,8 +72,7 @@ class Memory:
     """
 
     def __init__(self, element_size: int = 2) -> None:
-        if element_size < 1:
-            raise ValueError(f"element_size must be at least 1, got {element_size}")
+        check_sizes(element_size=element_size)
         self.element_size = element_size
         self.counts = Counts()
 

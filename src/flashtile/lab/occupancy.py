@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from flashtile.checks import check_choice, check_sizes
 from flashtile.lab.algorithms import ALGORITHMS, Algorithm
-from flashtile.lab.checks import check_choice, check_sizes
-from flashtile.lab.setting import Blocks
+from flashtile.lab.setting import Blocks, check_blocks
 from flashtile.lab.theory import DIRECTIONS, Direction
 
 TILED = ALGORITHMS[1:]  # the two FlashAttentions
@@ -59,6 +59,7 @@ def occupancy(
     """
     check_choice("algorithm", algorithm, TILED)
     check_choice("direction", direction, DIRECTIONS)
+    check_blocks("blocks", blocks)
     check_sizes(
         heads=heads,
         length=length,
@@ -78,5 +79,6 @@ def exchanged_by_warps(algorithm: Algorithm, blocks: Blocks, value_head_dim: int
     below 1.
     """
     check_choice("algorithm", algorithm, TILED)
+    check_blocks("blocks", blocks)
     check_sizes(value_head_dim=value_head_dim, warps=warps)
     return warps * blocks.rows * value_head_dim if algorithm == "flash1" else 0

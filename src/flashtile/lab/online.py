@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from flashtile.arguments import check_tensor, shape_of
+from flashtile.checks import check_sizes
 from flashtile.lab.setting import parts
 
 
@@ -67,8 +68,7 @@ def steps(scores: Tensor, values: Tensor, block: int) -> list[Step]:
     Raises TypeError or ValueError for inputs that do not fit together.
     """
     _check(scores, values)
-    if block < 1:
-        raise ValueError(f"block must be at least 1, got {block}")
+    check_sizes(block=block)
     row_max, row_sum = scores.new_tensor(-math.inf), scores.new_zeros(())
     unnormalised = torch.zeros_like(values[0])
     found = []

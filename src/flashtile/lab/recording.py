@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from flashtile.arguments import shape_of
+from flashtile.checks import check_choice, check_sizes
 from flashtile.lab.algorithms import ALGORITHMS, Algorithm, one_head
-from flashtile.lab.checks import check_choice, check_sizes
 from flashtile.lab.memory import Block, Counts, Memory
-from flashtile.lab.setting import Blocks, Setting
+from flashtile.lab.setting import Blocks, Setting, check_blocks
 from flashtile.lab.theory import DIRECTIONS, Direction
 
 # What each pass makes in the large memory, in the order in which it does.
@@ -139,6 +139,7 @@ def record(
     """
     check_choice("algorithm", algorithm, ALGORITHMS)
     check_choice("direction", direction, DIRECTIONS)
+    check_blocks("blocks", blocks)
     check_sizes(length=length, head_dim=head_dim)
     generator = torch.Generator().manual_seed(0)
     query, key, value, grad_out = (

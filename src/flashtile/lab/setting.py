@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from flashtile.checks import check_sizes
 from flashtile.dropout import keep_scale, keep_threshold, kept_entries, seed_tensor
 from flashtile.lab.memory import Block
 
@@ -19,9 +20,13 @@ class Blocks:
     columns: int
 
     def __post_init__(self) -> None:
-        for name, size in (("rows", self.rows), ("columns", self.columns)):
-            if size < 1:
-                raise ValueError(f"blocks.{name} must be at least 1, got {size}")
+        check_sizes(**{"blocks.rows": self.rows, "blocks.columns": self.columns})
+
+
+def check_blocks(name: str, blocks: object) -> None:
+    """A TypeError for what is no :class:`Blocks`."""
+    if not isinstance(blocks, Blocks):
+        raise TypeError(f"{name} must be a flashtile.lab.Blocks, as in lab.Blocks(64, 32), got {blocks!r}")
 
 
 def parts(length: int, size: int) -> list[slice]:

@@ -24,9 +24,10 @@ from dataclasses import astuple, dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
-from flashtile.lab.algorithms import Algorithm
+from flashtile.checks import check_choice, check_sizes
+from flashtile.lab.algorithms import ALGORITHMS, Algorithm
 from flashtile.lab.memory import Counts
-from flashtile.lab.setting import Blocks
+from flashtile.lab.setting import Blocks, check_blocks
 
 Direction = Literal["forward", "backward"]
 DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
@@ -101,8 +102,7 @@ def block_sizes(
     each of its blocks, so the outer side gets the large ones here: forward the same rule with rows and
     columns exchanged, backward the first paper's. Standard attention does not use its blocks.
     """
-    if head_dim < 1:
-        raise ValueError(f"head_dim must be at least 1, got {head_dim}")
+    check_sizes(sram=sram, head_dim=head_dim, element_size=element_size)
     numbers = sram // element_size
     if numbers < 1:
         raise ValueError(f"sram must hold at least one number of {element_size} bytes, got {sram} bytes")
@@ -171,6 +171,9 @@ def one_pass(
     algorithm: Algorithm, direction: Direction, shape: Shape, blocks: Blocks, element_size: int = 2
 ) -> Pass:
     """What one pass of one head does, exactly as `lab.run` counts it."""
+    check_choice("algorithm", algorithm, ALGORITHMS)
+    check_choice("direction", direction, DIRECTIONS)
+    check_blocks("blocks", blocks)
     found = _PASSES[algorithm, direction](shape, tiles(shape, blocks))
     counts = found.counts
     return replace(
