@@ -331,6 +331,33 @@ def test_a_text_that_has_changed_is_refused(text, tmp_path, capsys):
     refused(["--resume", "--output", str(tmp_path / "run")], "text has changed since the run began", capsys)
 
 
+@pytest.mark.parametrize(
+    ("wrong", "error", "message"),
+    [
+        ({"dtype": "fp16"}, ValueError, "dtype must be one of fp32, bf16, got 'fp16'"),
+        ({"dtype": torch.float32}, ValueError, "dtype must be one of fp32, bf16, got torch.float32"),
+        (
+            {"attention": "flash"},
+            ValueError,
+            "attention must be one of flashtile, sdpa, standard, got 'flash'",
+        ),
+        (
+            {"preset": "gpt5"},
+            ValueError,
+            "preset must be one of play, gpt2, gpt3-1.3b, gpt3-2.7b, got 'gpt5'",
+        ),
+        ({"text": "hamlet.txt"}, TypeError, r"a tuple of paths, got a str; say text=\('hamlet.txt',\)"),
+        ({"steps": 1.5}, TypeError, "steps must be an int, got 1.5"),
+        ({"batch": 0}, ValueError, "batch must be at least 1, got 0"),
+        ({"learning_rate": "3e-3"}, TypeError, "learning_rate must be a number, got '3e-3'"),
+        ({"clip": -1.0}, ValueError, "clip must be at least 0, got -1.0"),
+    ],
+)
+def test_settings_that_mean_nothing_are_refused(wrong, error, message):
+    with pytest.raises(error, match=message):
+        Settings(**wrong)
+
+
 def test_presets_are_changed_by_options():
     settings = options.new_settings({"preset": "gpt3-2.7b", "batch": 1})
     shape = settings.shape(50304)

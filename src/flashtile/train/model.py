@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 import flashtile
 from flashtile import masks, rotary
+from flashtile.checks import check_choice, check_sizes
 from flashtile.train.attentions import ATTENTIONS, Dropout, Visible
 
 
@@ -41,9 +42,8 @@ class Shape:
     dropout: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("vocabulary", "layers", "width", "heads", "context"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        sizes = ("vocabulary", "layers", "width", "heads", "context")
+        check_sizes(**{name: getattr(self, name) for name in sizes})
         if self.width % (2 * self.heads):
             raise ValueError(
                 f"width must be an even multiple of the {self.heads} heads (rotary positions turn pairs), "
@@ -176,8 +176,7 @@ class GPT(nn.Module):
 
     def use(self, attention: str) -> None:
         """Attend with "flashtile", "sdpa" or "standard" from now on."""
-        if attention not in ATTENTIONS:
-            raise ValueError(f"attention must be one of {', '.join(ATTENTIONS)}, got {attention!r}")
+        check_choice("attention", attention, ATTENTIONS)
         for module in self.modules():
             if isinstance(module, SelfAttention):
                 module.attention = ATTENTIONS[attention]

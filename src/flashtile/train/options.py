@@ -9,7 +9,7 @@ from typing import Any
 
 from flashtile import cli_types as types
 from flashtile.train.attentions import ATTENTIONS
-from flashtile.train.settings import PRESETS, Settings
+from flashtile.train.settings import DTYPES, PRESETS, Settings
 
 EXAMPLES = """flashtile train
 flashtile train --steps 200 --attention standard --output plain
@@ -53,7 +53,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="default: flashtile. standard drops the same entries of the softmax; sdpa draws others, "
         "so with --dropout 0 only does it have the same losses",
     )
-    add("--dtype", choices=("fp32", "bf16"), help="bf16: products in bfloat16, by autocast")
+    add("--dtype", choices=DTYPES, help="bf16: products in bfloat16, by autocast")
     add = parser.add_argument_group("the text").add_argument
     add(
         "--text", type=Path, nargs="+", metavar="FILE",

@@ -7,7 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from flashtile.checks import check_choice, check_sizes
+from flashtile.train.attentions import ATTENTIONS
 from flashtile.train.model import Shape
+
+DTYPES = ("fp32", "bf16")  # of the products: bf16 by autocast
 
 
 @dataclass(frozen=True)
@@ -40,12 +44,19 @@ class Settings:
     validation_rows: int = 64
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch", "accumulate", "validate_every", "validation_rows"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name, known in (("preset", PRESETS), ("attention", ATTENTIONS), ("dtype", DTYPES)):
+            check_choice(name, getattr(self, name), known)
+        text: object = self.text
+        if isinstance(text, str):  # its letters would be taken for paths
+            raise TypeError(f"text must be a tuple of paths, got a str; say text=({text!r},)")
+        sizes = ("steps", "batch", "accumulate", "validate_every", "validation_rows")
+        check_sizes(**{name: getattr(self, name) for name in sizes})
         for name in ("learning_rate", "warmup", "weight_decay", "clip", "seed"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
+            number = getattr(self, name)
+            if not isinstance(number, (int, float)):
+                raise TypeError(f"{name} must be a number, got {number!r}")
+            if not 0 <= number < math.inf:
+                raise ValueError(f"{name} must be at least 0, got {number}")
 
     def shape(self, vocabulary: int) -> Shape:
         """The model's, for a tokenizer with so many tokens."""
