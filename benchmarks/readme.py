@@ -1,6 +1,6 @@
 """Put the measured numbers into README.md and docs/: `python -m benchmarks.readme` after `make bench`.
 
-Everything between the marks is written anew from cpu.json and doors.json; the rest of the files stays.
+Everything between the marks is written anew from cpu.json, doors.json and parallel.json; the rest stays.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from benchmarks import doors
+from benchmarks import doors, parallel
 from benchmarks.peers import TITLES
 from flashtile.bench import machine
 from flashtile.bench.cases import Case
@@ -21,6 +21,7 @@ from flashtile.bench.timing import format_seconds
 
 BEGIN, END = "<!-- numbers:begin -->", "<!-- numbers:end -->"
 DOORS_BEGIN, DOORS_END = "<!-- doors:begin -->", "<!-- doors:end -->"
+PARALLEL_BEGIN, PARALLEL_END = "<!-- parallel:begin -->", "<!-- parallel:end -->"
 SUMMARY_BEGIN, SUMMARY_END = "<!-- summary:begin -->", "<!-- summary:end -->"
 ERRORS_BEGIN, ERRORS_END = "<!-- errors:begin -->", "<!-- errors:end -->"
 GROUPS = {
@@ -49,6 +50,24 @@ def fill_doors(text: str, found: dict[str, Any]) -> str:
     )
     rows = markdown(doors.COLUMNS, doors.rows(found))
     return between(text, DOORS_BEGIN, DOORS_END, f"{machine_line(found['machine'])} {explained}\n\n{rows}")
+
+
+def fill_parallel(text: str, found: dict[str, Any]) -> str:
+    """The same for one sequence on as many processes or threads as cores (benchmarks.parallel)."""
+    facts, work = found["machine"], found["work"]
+    shares: dict[str, dict[str, str]] = {}
+    for result in found["results"]:
+        if result["way"]["ranks"] * result["way"]["threads"] == facts["cores"]:
+            share = f"{parallel.efficiency(found, result):.0%}"
+            shares.setdefault(result["name"], {})[result["direction"]] = share
+    explained = (
+        f"{facts['cores']} cores; {work['length']} causal positions, {work['heads']} heads, "
+        f"head_dim {work['head_dim']}, {work['dtype']}. Percent of {facts['cores']} times the speed of one "
+        "process with one thread."
+    )
+    rows = ([name, own["forward"], own["backward"]] for name, own in shares.items())
+    table = markdown(["way", "forward", "backward"], rows)
+    return between(text, PARALLEL_BEGIN, PARALLEL_END, f"{machine_line(facts)} {explained}\n\n{table}")
 
 
 def fill_summary(text: str, found: dict[str, Any]) -> str:
@@ -176,6 +195,7 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("--results", type=Path, default=Path("benchmarks/results/cpu.json"))
     parser.add_argument("--doors", type=Path, default=Path("benchmarks/results/doors.json"))
+    parser.add_argument("--parallel", type=Path, default=Path("benchmarks/results/parallel.json"))
     parser.add_argument("--readme", type=Path, default=Path("README.md"))
     parser.add_argument("--docs", type=Path, default=Path("docs"))
     options = parser.parse_args(arguments)
@@ -183,6 +203,7 @@ def main(arguments: list[str] | None = None) -> None:
         (options.readme, options.results, fill_summary),
         (options.docs / "performance.md", options.results, fill),
         (options.docs / "performance.md", options.doors, fill_doors),
+        (options.docs / "devices.md", options.parallel, fill_parallel),
         (options.docs / "numerics.md", options.results, fill_errors),
     ):
         page.write_text(put(page.read_text(), json.loads(results.read_text())))

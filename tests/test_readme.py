@@ -124,20 +124,52 @@ def test_doors_compare_with_reading_and_the_others(found_doors):
     assert rows["packed fp32"] == ["1.00 ms", "-", "padded 500 us (0.50x)"]
 
 
-def test_only_the_places_between_the_marks_change(found, found_doors, tmp_path):
+@pytest.fixture
+def found_parallel(found):
+    def results(name, seconds, ranks, threads=1):
+        way = {"method": name.split(",")[0], "ranks": ranks, "threads": threads}
+        pair = (("forward", seconds), ("backward", 2 * seconds))
+        return [
+            {"name": name, "direction": d, "way": way, "seconds": {"median": median}} for d, median in pair
+        ]
+
+    alone = results("one process, 1 thread", 1.0, 1)
+    threads = results("one process, 2 threads", 0.625, 1, threads=2)
+    rings = results("ring, zigzag", 0.5, 2) + results("ring, zigzag", 0.4, 4)
+    work = {"length": 8192, "heads": 8, "head_dim": 64, "dtype": "fp32"}
+    return {
+        "machine": found["machine"] | {"cores": 2, "threads": 1},
+        "work": work,
+        "results": alone + threads + rings,
+    }
+
+
+def test_processes_are_compared_where_each_has_a_core(found_parallel):
+    text = readme.fill_parallel(readme.PARALLEL_BEGIN + readme.PARALLEL_END, found_parallel)
+    assert "Some CPU, 1 thread, AVX2" in text
+    assert "2 cores; 8192 causal positions, 8 heads, head_dim 64, fp32. Percent of 2 times" in text
+    rows = rows_of(text)
+    assert set(rows) == {"way", "---", "one process, 2 threads", "ring, zigzag"}
+    assert rows["one process, 2 threads"] == ["80%", "80%"]
+    assert rows["ring, zigzag"] == ["100%", "100%"]
+
+
+def test_only_the_places_between_the_marks_change(found, found_doors, found_parallel, tmp_path):
     text = (
         f"{readme.BEGIN}\nold\n{readme.END}\nbetween\n{readme.DOORS_BEGIN}\nold\n{readme.DOORS_END}\nafter\n"
     )
-    paths = {name: tmp_path / f"{name}.json" for name in ("results", "doors")}
+    paths = {name: tmp_path / f"{name}.json" for name in ("results", "doors", "parallel")}
     target = tmp_path / "performance.md"
     pages = {
         tmp_path / "README.md": (readme.SUMMARY_BEGIN, readme.SUMMARY_END),
+        tmp_path / "devices.md": (readme.PARALLEL_BEGIN, readme.PARALLEL_END),
         tmp_path / "numerics.md": (readme.ERRORS_BEGIN, readme.ERRORS_END),
     }
     for page, marks in pages.items():
         page.write_text("\nold\n".join(marks))
     paths["results"].write_text(json.dumps(found))
     paths["doors"].write_text(json.dumps(found_doors))
+    paths["parallel"].write_text(json.dumps(found_parallel))
     target.write_text(f"before\n{text}")
     for _ in range(2):
         options = [part for name, path in paths.items() for part in (f"--{name}", str(path))]
@@ -183,6 +215,7 @@ def test_a_text_without_the_marks_is_refused(text, found):
         ("README.md", "cpu.json", readme.fill_summary),
         ("docs/performance.md", "cpu.json", readme.fill),
         ("docs/performance.md", "doors.json", readme.fill_doors),
+        ("docs/devices.md", "parallel.json", readme.fill_parallel),
         ("docs/numerics.md", "cpu.json", readme.fill_errors),
     ],
 )
