@@ -115,7 +115,7 @@ def report(results: list[dict[str, Any]], ceiling: dict[str, float | None], peer
     """Medians of all peers; flashtile's share of the ceiling, its ratio to torch and to the best peer."""
     rows = []
     for result in results:
-        case = Case(**{name: value for name, value in result["case"].items() if name != "name"})
+        case = Case.from_dict(result["case"])
         medians = {
             name: peer["seconds"]["median"] for name, peer in result["peers"].items() if "seconds" in peer
         }

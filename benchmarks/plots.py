@@ -15,6 +15,7 @@ from benchmarks.peers import TITLES
 from flashtile.bench import figure as figures
 from flashtile.bench import machine
 from flashtile.bench.cases import DTYPES, Case
+from flashtile.bench.compare import ceiling_of
 
 COLORS = {
     "flex": "#8250df",
@@ -103,18 +104,7 @@ def draw_short(results: Results, found: dict[str, Any], path: Path) -> Path:
     decode, small = figure.subplots(2, 1)
     steps = [r for r in results if r["case"]["group"] == "decode"]
     if steps:
-        sizes = {"fp32": 4, "bf16": 2, "fp16": 2}
-
-        def bandwidth(result: dict[str, Any], name: str) -> float:
-            case = result["case"]
-            count = 2 * case["batch"] * case["kv_heads"] * case["key_length"] * case["head_dim"]
-            return count * sizes[case["dtype"]] / result["peers"][name]["seconds"]["median"] / 1e9
-
-        bars(decode, [r["case"]["dtype"] for r in steps], steps, bandwidth)
-        decode.axhline(found["ceilings"]["read_gb_per_s"], color="#57606a", linewidth=0.8, linestyle="--")
-    decode.set_title(
-        "decode: GB/s of keys and values read (dashed: what memory gives)", loc="left", fontsize=10
-    )
+        draw_decode(decode, steps, found["ceilings"])
     shorts = [
         r for r in results if r["case"]["group"] == "small" and "seconds" in r["peers"].get("torch", {})
     ]
@@ -136,6 +126,23 @@ def draw_short(results: Results, found: dict[str, Any], path: Path) -> Path:
     legend_below(figure, [decode, small])
     figure.savefig(path, dpi=110)
     return path
+
+
+def draw_decode(axes: Axes, results: Results, ceilings: dict[str, float | None]) -> None:
+    """GB/s of keys and values, under what bounds each case in the tables, too."""
+
+    def bandwidth(result: dict[str, Any], name: str) -> float:
+        return (
+            Case.from_dict(result["case"]).key_value_bytes / result["peers"][name]["seconds"]["median"] / 1e9
+        )
+
+    bars(axes, [r["case"]["dtype"] for r in results], results, bandwidth)
+    for group, result in enumerate(results):
+        kind, ceiling = ceiling_of(Case.from_dict(result["case"]), ceilings)
+        axes.hlines(ceiling / 1e9, group - 0.45, group + 0.45, "#57606a", "--", linewidth=0.8)
+        axes.annotate(f"{kind} {ceiling / 1e9:.0f}", (group - 0.45, ceiling / 1e9), fontsize=8, va="bottom")
+    title = "decode: GB/s of keys and values (dashed: reading as many bytes again and again)"
+    axes.set_title(title, loc="left", fontsize=10)
 
 
 def draw_memory(found: dict[str, Any], path: Path) -> Path:
@@ -169,7 +176,7 @@ def draw_roofline(found: dict[str, Any], path: Path) -> Path:
     points: dict[str, list[tuple[float, float]]] = {}
     for result in found["results"]:
         if "gflops" in (peer := result["peers"].get("flashtile", {})):
-            case = Case(**{name: value for name, value in result["case"].items() if name != "name"})
+            case = Case.from_dict(result["case"])
             label = f"{case.group}, {case.direction} {case.dtype}"
             points.setdefault(label, []).append((case.flops / least_bytes(case), peer["gflops"]))
     colors = {"fp32": "#1f6feb", "bf16": "#1a7f37", "fp16": "#bf3989"}

@@ -125,7 +125,7 @@ def machine_line(facts: dict[str, Any]) -> str:
 
 def work_row(result: dict[str, Any], ceilings: dict[str, float | None]) -> list[str]:
     """One case: flashtile, torch's SDPA, the fastest of the others, and how they compare."""
-    case = Case(**{name: value for name, value in result["case"].items() if name != "name"})
+    case = Case.from_dict(result["case"])
     medians = {name: peer["seconds"]["median"] for name, peer in result["peers"].items() if "seconds" in peer}
     own, torch = medians.pop("flashtile", None), medians.pop("torch", None)
     best = min(medians, key=lambda name: medians[name], default=None)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict
 
 import pytest
 import torch
+from matplotlib.figure import Figure
 
-from benchmarks import cpu, doors, worker
-from benchmarks.peers import LeftOutError, OnnxMultiHead, Torch, heads_of, rows_of
+from benchmarks import cpu, doors, plots, readme, worker
+from benchmarks.peers import TITLES, LeftOutError, OnnxMultiHead, Torch, heads_of, rows_of
 from flashtile.bench import runs
 from flashtile.bench.cases import Case
+from tests.documents import ROOT
 
 SMALL = Case("long", 1, 2, 65, 16, causal=True)
 
@@ -132,6 +135,28 @@ def test_report_names_the_best_peer():
     row = cpu.report([result], ceiling, list(peers)).splitlines()[-1]
     assert row.split()[-3:] == ["2.00x", "1.50x", "openvino"]
     assert " - " in row
+
+
+def test_the_picture_of_decoding_has_the_ceilings_of_the_table():
+    found = json.loads((ROOT / "benchmarks" / "results" / "cpu.json").read_text())
+    steps = [result for result in found["results"] if result["case"]["group"] == "decode"]
+    axes = Figure().subplots()
+    plots.draw_decode(axes, steps, found["ceilings"])
+    own = next(bars for bars in axes.containers if bars.get_label() == TITLES["flashtile"])
+    lines = [line.get_segments()[0][0][1] for line in axes.collections]
+    drawn = [bar.get_height() / line for bar, line in zip(own, lines, strict=True)]
+    assert len(drawn) >= 3
+    for share, result in zip(drawn, steps, strict=True):
+        assert readme.work_row(result, found["ceilings"])[3] == f"{100 * share:.0f}% reread"
+
+
+def test_every_plot_is_drawn(tmp_path):
+    found = json.loads((ROOT / "benchmarks" / "results" / "cpu.json").read_text())
+    written = plots.draw_all(found, tmp_path)
+    assert {path.name for path in written} == {
+        "forward.png", "backward.png", "decode_and_small.png", "memory.png", "roofline.png"
+    }  # fmt: skip
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in written)
 
 
 def test_largest_ceiling_counts():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -76,6 +77,11 @@ class Case:
 
     def as_dict(self) -> dict[str, Any]:
         return {"name": self.name, **asdict(self)}
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> Case:
+        """The case that `as_dict` describes."""
+        return cls(**{name: value for name, value in fields.items() if name != "name"})
 
 
 def long_cases(length: int = 4096, heads: int = 8) -> list[Case]:

@@ -96,8 +96,7 @@ def report(results: list[dict[str, Any]], measured: dict[str, float | None] | No
     header = ["case", *libraries, *[f"vs {library}" for library in others], "GFLOP/s", "of ceiling"]
     rows, above = [], False
     for result in results:
-        fields = {key: value for key, value in result["case"].items() if key != "name"}
-        case = Case(**fields)
+        case = Case.from_dict(result["case"])
         times = {library: Timing(**timing).median for library, timing in result["seconds"].items()}
         own = times.get("flashtile")
         above = above or bool(own and measured and (_share(case, own, measured)[0] or 0.0) > 1.005)
