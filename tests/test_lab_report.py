@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import time
 from dataclasses import replace
@@ -64,7 +65,9 @@ def test_text_names_the_parts_that_dominate_and_what_is_saved(capsys):
     lines = captured.out.splitlines()
     assert lines[0] == "4096 queries and keys, head_dim 64, batch 1, 1 head, fp16, no mask, 192 KiB on chip"
     row = next(line for line in lines if line.startswith("  FlashAttention-2, forward")).split()
-    assert row[2:7] == ["384x64", "12.1", "MB", "532", "kB"]
+    counts = report.Case(4096, 64, 192 * 1024).counts("flash2", "forward")
+    assert row[2:7] == ["384x64", f"{counts.read / 2**20:.4g}", "MiB", f"{counts.written / 2**10:.4g}", "KiB"]
+    assert not re.search(r"\d [kMG]B\b(?!/s)", captured.out)
     assert "scores 98%" in captured.out
     assert "5.63 M fewer FLOPs" in captured.out
     assert "A tile takes up to 320.2 KiB" in captured.out
@@ -72,11 +75,18 @@ def test_text_names_the_parts_that_dominate_and_what_is_saved(capsys):
     assert captured.err == ""
 
 
+@pytest.mark.parametrize(
+    ("size", "said"), [(1023, "1023 B"), (1024, "1 KiB"), (1_047_000, "1022 KiB"), (2**60, "1024 PiB")]
+)
+def test_sizes_have_binary_prefixes(size, said):
+    assert str(report.Case(8, 8, size)).endswith(f", {said} on chip")
+
+
 def test_large_shapes_come_at_once(capsys):
     start = time.monotonic()
     assert cli.main(["lab", "--seq", str(2**22), "--causal", "--heads", "128", "--batch", "1000"]) == 0
     assert time.monotonic() - start < 20
-    assert " PB" in capsys.readouterr().out
+    assert " PiB" in capsys.readouterr().out
 
 
 def test_trace_runs_the_algorithms(capsys):

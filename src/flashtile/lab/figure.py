@@ -29,13 +29,13 @@ def draw(case: Case, cards: Sequence[Card], path: Path) -> None:
 def _traffic(axes: Axes, case: Case) -> None:
     lengths = sorted({case.length, *(2**power for power in range(7, 18))})
     for algorithm in ALGORITHMS:
-        sizes = [replace(case, length=length).counts(algorithm).traffic / 1e9 for length in lengths]
+        sizes = [replace(case, length=length).counts(algorithm).traffic / 2**30 for length in lengths]
         axes.plot(lengths, sizes, color=COLORS[algorithm], label=TITLES[algorithm])
-        axes.plot(case.length, case.counts(algorithm).traffic / 1e9, "o", color=COLORS[algorithm])
+        axes.plot(case.length, case.counts(algorithm).traffic / 2**30, "o", color=COLORS[algorithm])
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.set_xlabel("sequence length")
-    axes.set_ylabel("GB read and written")
+    axes.set_ylabel("GiB read and written")
     axes.set_title("Traffic of the large memory (lower is better)", loc="left", fontsize=11)
     _finish(axes)
 

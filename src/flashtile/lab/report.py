@@ -68,7 +68,7 @@ class Case:
 
     def __str__(self) -> str:
         mask = "causal" if self.causal else "no mask"
-        where = f"blocks of {_blocks(self.blocks)}" if self.blocks else f"{_kib(self.sram)} on chip"
+        where = f"blocks of {_blocks(self.blocks)}" if self.blocks else f"{_bytes(self.sram)} on chip"
         return (
             f"{self.length} queries and keys, head_dim {self.head_dim}, batch {self.batch}, "
             f"{self.heads} head{'s' if self.heads > 1 else ''}, {self.dtype}, {mask}, {where}"
@@ -153,12 +153,12 @@ def _traffic_table(case: Case) -> str:
             [
                 f"{TITLES[algorithm]}, {direction}",
                 "-" if algorithm == "standard" else _blocks(_fitted(case, algorithm, direction)),
-                _si(counts.read, "B"),
-                _si(counts.written, "B"),
+                _bytes(counts.read),
+                _bytes(counts.written),
                 f"{moves.dominant.replace('_', ' ')} {share:.0%}",
                 f"{counts.intensity:.1f}",
-                _kib(counts.on_chip) if counts.on_chip else "-",
-                _si(counts.intermediate, "B"),
+                _bytes(counts.on_chip) if counts.on_chip else "-",
+                _bytes(counts.intermediate),
             ]
         )
     return table(header, rows)
@@ -190,8 +190,8 @@ def _remarks(case: Case) -> str:
         most = max(case.counts(name).on_chip for name in ALGORITHMS)
         if most > case.sram:
             remarks.append(
-                f"A tile takes up to {_kib(most)}: the rule counts a block each of Q, K, V and O, no scores "
-                "and no gradients."
+                f"A tile takes up to {_bytes(most)}: the rule counts a block each of Q, K, V and O, no "
+                "scores and no gradients."
             )
     return "\n".join(f"  {remark}" for remark in remarks)
 
@@ -228,14 +228,19 @@ def _blocks(blocks: Blocks) -> str:
     return f"{blocks.rows}x{blocks.columns}"
 
 
-def _kib(size: int) -> str:
-    return f"{size / 1024:.4g} KiB"
+def _bytes(size: float) -> str:
+    """A size with four digits and a binary prefix, as memories have them."""
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB", "PiB"):
+        if size < 1023.5 or unit == "PiB":
+            break
+        size /= 1024
+    return f"{size:.4g} {unit}"
 
 
-def _si(number: float, unit: str = "") -> str:
+def _si(number: float) -> str:
     """A number with three digits and a decimal prefix."""
     for prefix in ("", "k", "M", "G", "T", "P"):
         if number < 999.5 or prefix == "P":
             break
         number /= 1000
-    return f"{number:.3g} {prefix}{unit}".rstrip()
+    return f"{number:.3g} {prefix}".rstrip()
