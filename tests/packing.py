@@ -1,7 +1,8 @@
-"""Sequences packed one behind the other."""
+"""Sequences packed one behind the other, and caches in pages."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -76,3 +77,27 @@ def packed_problem(
         *inputs, lower=lower, upper=upper, first=first, last=last,
         query_starts=cu_q, key_starts=cu_k, mask=dense, **{"scale": query.shape[-1] ** -0.5, **options},
     )  # fmt: skip
+
+
+def packed_problem_with(options: dict[str, Any], dtype: torch.dtype) -> AttentionProblem:
+    """Sequences of QUERIES and KEYS, with NaN behind the last one, where nobody sees it."""
+    options = {name: value.to(dtype) if name == "bias" else value for name, value in options.items()}
+    problem = packed_problem(*packed(QUERIES, KEYS, dtype=dtype, value_head_dim=24), **options)
+    for tensor, end in ((problem.query, sum(QUERIES)), (problem.key, sum(KEYS)), (problem.value, sum(KEYS))):
+        tensor[:, :, end:] = math.nan
+    return problem
+
+
+def into_pages(size: int, *caches: Tensor) -> tuple[Tensor, ...]:
+    """Caches (B, H, S, D) in pages of this size, in random order beside pages full of NaN; then the table."""
+    batch, _, capacity, _ = caches[0].shape
+    count = -(-capacity // size)
+    table = torch.randperm(batch * count + 2)[: batch * count].view(batch, count).int()
+    held = []
+    for cache in caches:
+        rest = cache.new_full((batch, cache.shape[1], count * size - capacity, cache.shape[3]), math.nan)
+        parts = torch.cat((cache, rest), 2).unflatten(2, (count, size)).transpose(1, 2)
+        pages = cache.new_full((batch * count + 2, *parts.shape[2:]), math.nan)
+        pages[table.long()] = parts
+        held.append(pages)
+    return (*held, table)

@@ -16,11 +16,13 @@ from torch import Tensor
 from flashtile import masks
 from flashtile.masks import Mask
 from flashtile.problem import AttentionProblem, compute_dtype
+from tests.oracle import random_problem
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 LENGTHS = (0, 1, 2, 3, 4, 5, 8, 15, 16, 17, 31, 33, 63, 64, 65, 100, 127, 128, 129, 191, 257)
 HEAD_DIMS = (1, 2, 3, 4, 5, 7, 8, 15, 16, 17, 24, 32, 33, 40, 63, 64, 65, 72, 80)
 LAYOUTS = ("plain", "transposed", "strided", "padded", "unaligned", "expanded")
+ALL_LAYOUTS = (*LAYOUTS, "all heads and rows the same")
 _LARGEST = 150_000  # scores: batch x heads x query_length x key_length
 
 
@@ -93,9 +95,27 @@ def lay_out(tensor: Tensor, layout: str) -> Tensor:
         view = tensor.new_full((tensor.numel() + 1,), math.nan)[1:].view(tensor.shape)
     elif layout == "expanded":
         return tensor[:, :1].expand(tensor.shape) if heads else tensor
+    elif layout == "all heads and rows the same":
+        return tensor[:, :1, :1].expand(tensor.shape)
     else:
         return tensor
     return view.copy_(tensor)
+
+
+def with_layout(problem: AttentionProblem, layout: str) -> AttentionProblem:
+    """The same problem, its inputs and bias laid out so."""
+    names = ("query", "key", "value", "bias")
+    return dataclasses.replace(problem, **{name: lay_out(getattr(problem, name), layout) for name in names})
+
+
+def problem_in_layout(sizes: tuple[int, int, int, int], dtype: torch.dtype, layout: str) -> AttentionProblem:
+    """A problem with a bias: batch, query heads, query length and key length."""
+    batch, heads, queries, keys = sizes
+    problem = random_problem(
+        batch=batch, heads=heads, query_length=queries, key_length=keys, head_dim=32, dtype=dtype,
+        random_bias=sizes,
+    )  # fmt: skip
+    return with_layout(problem, layout)
 
 
 def some_mask(batch: int, query_length: int, key_length: int) -> st.SearchStrategy[Mask]:

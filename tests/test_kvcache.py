@@ -14,6 +14,7 @@ import flashtile
 from flashtile import masks, reference, rotary
 from flashtile.cpu import plans
 from flashtile.problem import AttentionProblem
+from tests.packing import into_pages
 
 BOTTOM_RIGHT = masks.causal(alignment="bottom-right")
 CAPACITY = 1296  # a multiple of every page size below
@@ -49,16 +50,7 @@ class Cache:
         return cls(key, value, lengths)
 
     def pages(self, size: int) -> tuple[Tensor, Tensor, Tensor]:
-        count = -(-CAPACITY // size)
-        table = torch.randperm(3 * count + 2)[: 3 * count].view(3, count).int()
-        kept = []
-        for cache in (self.key, self.value):
-            rest = torch.full((3, cache.shape[1], count * size - CAPACITY, cache.shape[3]), torch.nan)
-            parts = torch.cat((cache, rest.to(cache.dtype)), 2).unflatten(2, (count, size)).transpose(1, 2)
-            pages = torch.full((3 * count + 2, *parts.shape[2:]), torch.nan, dtype=cache.dtype)
-            pages[table.long()] = parts
-            kept.append(pages)
-        return (*kept, table)  # type: ignore[return-value]
+        return into_pages(size, self.key, self.value)  # type: ignore[return-value]
 
 
 def alone(cache: Cache, b: int, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:

@@ -23,7 +23,7 @@ from tests.oracle import (
     results_by_autograd,
     results_of_backend,
 )
-from tests.strategies import LAYOUTS, lay_out
+from tests.strategies import ALL_LAYOUTS, LAYOUTS, lay_out, problem_in_layout
 
 # batch, query heads, query length, key length. Few queries take the decode kernel, 1030 keys in two splits.
 SIZES = {"tiles": (2, 4, 33, 131), "decode": (2, 4, 2, 1030)}
@@ -191,20 +191,10 @@ def test_sinks_that_are_infinite():
         check(random_problem(query_length=queries, sinks=sinks, upper=-2))
 
 
-@pytest.mark.parametrize("layout", [*LAYOUTS, "all heads and rows the same"])
+@pytest.mark.parametrize("layout", ALL_LAYOUTS)
 @pytest.mark.parametrize("size", SIZES)
 def test_layouts_of_inputs(dtype, size, layout):
-    batch, heads, queries, keys = SIZES[size]
-    problem = random_problem(
-        batch=batch, heads=heads, query_length=queries, key_length=keys, head_dim=32, dtype=dtype,
-        random_bias=(batch, heads, queries, keys),
-    )  # fmt: skip
-    for name in ("query", "key", "value", "bias"):
-        tensor = getattr(problem, name)
-        if layout in LAYOUTS:
-            setattr(problem, name, lay_out(tensor, layout))
-        else:
-            setattr(problem, name, tensor[:, :1, :1, :].expand(tensor.shape))
+    problem = problem_in_layout(SIZES[size], dtype, layout)
     grad_out, grad_lse = random_gradients(problem)
     if layout in LAYOUTS:
         grad_out = lay_out(grad_out, layout)

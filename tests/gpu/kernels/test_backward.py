@@ -27,8 +27,8 @@ from tests.oracle import (
     rounding_floors,
     standard_errors,
 )
-from tests.packing import KEYS, OPTIONS, PLANES, QUERIES, packed, packed_problem
-from tests.strategies import LAYOUTS, lay_out
+from tests.packing import KEYS, OPTIONS, PLANES, packed_problem_with
+from tests.strategies import ALL_LAYOUTS, lay_out, problem_in_layout
 
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
 # batch, query heads, query length, key length
@@ -151,21 +151,11 @@ def test_bias_broadcasts(broadcast):
 
 
 @each_dtype
-@pytest.mark.parametrize("layout", [*LAYOUTS, "all heads and rows the same"])
+@pytest.mark.parametrize("layout", ALL_LAYOUTS)
 def test_layouts(dtype, layout):
-    batch, heads, queries, keys = SIZES
-    problem = random_problem(
-        batch=batch, heads=heads, query_length=queries, key_length=keys, head_dim=32, dtype=dtype,
-        random_bias=(batch, heads, queries, keys),
-    )  # fmt: skip
+    problem = problem_in_layout(SIZES, dtype, layout)
     grad_out, grad_lse = random_gradients(problem)
-
-    def laid_out(tensor: Tensor) -> Tensor:
-        return lay_out(tensor, layout) if layout in LAYOUTS else tensor[:, :1, :1].expand(tensor.shape)
-
-    for name in ("query", "key", "value", "bias"):
-        setattr(problem, name, laid_out(getattr(problem, name)))
-    check(problem, laid_out(grad_out), laid_out(grad_lse[..., None])[..., 0])
+    check(problem, lay_out(grad_out, layout), lay_out(grad_lse[..., None], layout)[..., 0])
 
 
 @each_dtype
@@ -327,10 +317,7 @@ SMALL = ("bias", "alibi_slopes", "sinks")
 @pytest.mark.parametrize("dtype", DTYPES[:1] if INTERPRETED else DTYPES, ids=dtype_name)
 @pytest.mark.parametrize("options", (OPTIONS | PLANES).values(), ids=OPTIONS | PLANES)
 def test_packed_sequences(dtype, options):
-    options = {name: value.to(dtype) if name == "bias" else value for name, value in options.items()}
-    problem = packed_problem(*packed(QUERIES, KEYS, dtype=dtype, value_head_dim=24), **options)
-    for tensor, end in ((problem.query, sum(QUERIES)), (problem.key, sum(KEYS)), (problem.value, sum(KEYS))):
-        tensor[:, :, end:] = math.nan  # behind the last sequence: nobody sees it
+    problem = packed_problem_with(options, dtype)
     grad_out, grad_lse = random_gradients(problem)
     found = results(problem, grad_out, grad_lse)
     for name in ("grad_key", "grad_value"):

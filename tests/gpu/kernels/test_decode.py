@@ -18,7 +18,8 @@ from tests.gpu.running import DTYPES, check, results
 from tests.nonfinite import MASKS, check_infinity, check_nan, masked_problem
 from tests.options import ALL_AT_ONCE, NAMES, problem_with
 from tests.oracle import random_problem
-from tests.strategies import LAYOUTS, lay_out
+from tests.packing import into_pages
+from tests.strategies import LAYOUTS, with_layout
 
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
 SIZES = (1, 4, 2, 600)  # several splits
@@ -77,9 +78,7 @@ def test_head_dims(dtype, head_dim, value_head_dim, key_length):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts_of_inputs(layout):
     problem = problem_with(SIZES, DTYPES[1], "bias")
-    for name in ("query", "key", "value", "bias"):
-        setattr(problem, name, lay_out(getattr(problem, name), layout))
-    check(problem)
+    check(with_layout(problem, layout))
 
 
 @each_dtype
@@ -136,18 +135,8 @@ def cached_problem(
 
 
 def paged(problem: AttentionProblem, size: int) -> AttentionProblem:
-    """The cache in pages of this size, in random order, beside pages full of NaN."""
-    places = -(-CAPACITY // size)
-    table = torch.randperm(4 * places + 2)[: 4 * places].view(4, places).int()
-    held = {}
-    for name in ("key", "value"):
-        cache = getattr(problem, name)
-        rest = cache.new_full((4, cache.shape[1], places * size - CAPACITY, cache.shape[3]), math.nan)
-        parts = torch.cat((cache, rest), 2).unflatten(2, (places, size)).transpose(1, 2)
-        pages = cache.new_full((4 * places + 2, *parts.shape[2:]), math.nan)
-        pages[table.long()] = parts
-        held[name] = pages
-    return dataclasses.replace(problem, block_table=table, **held)
+    key, value, table = into_pages(size, problem.key, problem.value)
+    return dataclasses.replace(problem, block_table=table, key=key, value=value)
 
 
 @pytest.mark.parametrize("name", OPTIONS)

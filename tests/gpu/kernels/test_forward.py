@@ -18,8 +18,8 @@ from tests.gpu.running import DTYPES, INTERPRETED, check, engine, moved, on_devi
 from tests.nonfinite import MASKS, check_infinity, check_nan, masked_problem
 from tests.options import ALL_AT_ONCE, NAMES, pairs, problem_with
 from tests.oracle import assert_close_to_oracle, random_problem
-from tests.packing import KEYS, OPTIONS, QUERIES, packed, packed_problem
-from tests.strategies import LAYOUTS, lay_out
+from tests.packing import KEYS, OPTIONS, QUERIES, packed, packed_problem, packed_problem_with
+from tests.strategies import ALL_LAYOUTS, lay_out, problem_in_layout
 
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
 # batch, query heads, query length, key length; 40 queries of 2 heads do not fit into one tile of decoding.
@@ -155,20 +155,9 @@ def test_dropout_takes_its_seed_from_a_tensor():
 
 
 @each_dtype
-@pytest.mark.parametrize("layout", [*LAYOUTS, "all heads and rows the same"])
+@pytest.mark.parametrize("layout", ALL_LAYOUTS)
 def test_layouts_of_inputs(dtype, layout):
-    batch, heads, queries, keys = SIZES
-    problem = random_problem(
-        batch=batch, heads=heads, query_length=queries, key_length=keys, head_dim=32, dtype=dtype,
-        random_bias=(batch, heads, queries, keys),
-    )  # fmt: skip
-    for name in ("query", "key", "value", "bias"):
-        tensor = getattr(problem, name)
-        if layout in LAYOUTS:
-            setattr(problem, name, lay_out(tensor, layout))
-        else:
-            setattr(problem, name, tensor[:, :1, :1, :].expand(tensor.shape))
-    check(problem)
+    check(problem_in_layout(SIZES, dtype, layout))
 
 
 @pytest.mark.parametrize("layout", ["strided", "padded", "unaligned"])
@@ -282,11 +271,7 @@ def test_rows_hidden_from_nan_everywhere(queries):
 @each_dtype
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_packed_sequences(dtype, options):
-    options = {name: value.to(dtype) if name == "bias" else value for name, value in options.items()}
-    problem = packed_problem(*packed(QUERIES, KEYS, dtype=dtype, value_head_dim=24), **options)
-    for tensor, end in ((problem.query, sum(QUERIES)), (problem.key, sum(KEYS)), (problem.value, sum(KEYS))):
-        tensor[:, :, end:] = math.nan  # behind the last sequence: nobody sees it
-    check(problem)
+    check(packed_problem_with(options, dtype))
 
 
 def test_dropout_numbers_packed_sequences():
