@@ -16,7 +16,7 @@ from torch import Tensor
 
 from flashtile.problem import AttentionProblem
 from flashtile.reference import visible_keys
-from tests.oracle import random_gradients, random_problem
+from tests.oracle import random_gradients, random_problem, results_by_autograd
 
 HEADS = 2  # query heads on one key head
 
@@ -192,3 +192,24 @@ def check_infinity(run: Run, problem: AttentionProblem, value: float) -> None:
                     atol=1e-2,
                     msg=lambda m, n=name, p=place: f"{n}, {value} in {p}: {m}",
                 )
+
+
+def check_minus_infinity(run: Run, queries: int, keys: int, sinks: bool) -> None:
+    """Rows whose scores are all -inf, of infinite queries or of an overflow: 0, as if they saw nothing."""
+    bias = torch.zeros(1, 1, queries, keys)
+    bias[:, :, 0] = torch.finfo(torch.float32).min
+    problem = random_problem(
+        batch=1, query_length=queries, key_length=keys, random_sinks=sinks, scale=1.0, bias=bias
+    )
+    problem.key.abs_()
+    problem.query[:, :, 0] = -1e38  # scores of -1e38 and less, under the lowest bias
+    problem.query[:, 1:, 1] = -math.inf
+    upstream = random_gradients(problem)
+    found, expected = run(problem, *upstream), results_by_autograd(problem, *upstream, torch.float32)
+    assert (found["out"][:, :, 0] == 0).all()
+    assert (found["out"][:, 1:, 1] == 0).all()
+    assert sinks or (found["lse"][:, :, 0] == -math.inf).all()
+    for name, tensor in found.items():
+        torch.testing.assert_close(
+            tensor, expected[name], rtol=1e-3, atol=1e-4, equal_nan=True, msg=lambda m, n=name: f"{n}: {m}"
+        )

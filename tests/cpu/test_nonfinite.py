@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from flashtile import cpu
-from tests.nonfinite import MASKS, check_infinity, check_nan, masked_problem
-from tests.oracle import random_gradients, random_problem, results_by_autograd, results_of_backend
+from tests.nonfinite import MASKS, check_infinity, check_minus_infinity, check_nan, masked_problem
+from tests.oracle import random_gradients, random_problem, results_of_backend
 
 SIZES = {"tiles": (40, 150), "decode": (2, 1040)}
 
@@ -85,26 +85,7 @@ def test_all_rows_hidden_from_nan_everywhere(dtype):
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("sinks", [False, True])
 def test_rows_whose_scores_are_all_minus_infinity(size, sinks):
-    """Of infinite queries or of an overflow: 0 and -inf as if they saw nothing, the reference's answer."""
-    queries, keys = SIZES[size]
-    bias = torch.zeros(1, 1, queries, keys)
-    bias[:, :, 0] = torch.finfo(torch.float32).min
-    problem = random_problem(
-        batch=1, query_length=queries, key_length=keys, random_sinks=sinks, scale=1.0, bias=bias
-    )
-    problem.key.abs_()
-    problem.query[:, :, 0] = -1e38  # scores of -1e38 and less, under the lowest bias
-    problem.query[:, 1:, 1] = -math.inf
-    upstream = random_gradients(problem)
-    found = results_of_backend(cpu, problem, *upstream)
-    expected = results_by_autograd(problem, *upstream, torch.float32)
-    assert (found["out"][:, :, 0] == 0).all()
-    assert (found["out"][:, 1:, 1] == 0).all()
-    assert sinks or (found["lse"][:, :, 0] == -math.inf).all()
-    for name, tensor in found.items():
-        torch.testing.assert_close(
-            tensor, expected[name], rtol=1e-3, atol=1e-4, equal_nan=True, msg=lambda m, n=name: f"{n}: {m}"
-        )
+    check_minus_infinity(partial(results_of_backend, cpu), *SIZES[size], sinks)
 
 
 def test_sink_that_counts_for_nothing_beside_a_nan():

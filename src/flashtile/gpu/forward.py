@@ -115,30 +115,27 @@ def attention_forward(
     row_sum = tl.zeros((QUERIES,), tl.float32)
     accumulated = tl.zeros((QUERIES, VALUE_WIDTH), tl.float32)
     dense: tl.constexpr = visible.mask is not None or terms.bias is not None
-    some = first < last  # rows that see a key, as far as spans tell
-    if dense:
-        some = some & False
     begin, full_begin, full_end, end = key_tiles(first, last, inside, keys, KEYS, dense)
     for key_tile in tl.range(full_begin, full_end, num_stages=STAGES):
-        row_max, row_sum, accumulated, some = _forward_tile(
+        row_max, row_sum, accumulated = _forward_tile(
             q, key, value, sequences, visible, terms, sequence, head, kv_head, position, first, last, queries,
-            keys, key_entry, key_first, key_tile * KEYS, row_max, row_sum, accumulated, some, heads * PACK,
+            keys, key_entry, key_first, key_tile * KEYS, row_max, row_sum, accumulated, heads * PACK,
             HEAD_DIM, VALUE_DIM, HEAD_WIDTH, VALUE_WIDTH, KEYS, FOLDED, False, False, PRECISION,
         )  # fmt: skip
     for step in tl.range(0, full_begin - begin + end - full_end, num_stages=STAGES):
         key_tile = tl.where(step < full_begin - begin, begin + step, full_end + step - (full_begin - begin))
-        row_max, row_sum, accumulated, some = _forward_tile(
+        row_max, row_sum, accumulated = _forward_tile(
             q, key, value, sequences, visible, terms, sequence, head, kv_head, position, first, last, queries,
-            keys, key_entry, key_first, key_tile * KEYS, row_max, row_sum, accumulated, some, heads * PACK,
+            keys, key_entry, key_first, key_tile * KEYS, row_max, row_sum, accumulated, heads * PACK,
             HEAD_DIM, VALUE_DIM, HEAD_WIDTH, VALUE_WIDTH, KEYS, FOLDED, True, False, PRECISION,
         )  # fmt: skip
     if not has_only_finite(accumulated):
         accumulated = tl.zeros((QUERIES, VALUE_WIDTH), tl.float32)
         final_max, final_sum = row_max, row_sum
         for key_tile in tl.range(begin, end, num_stages=1):
-            final_max, final_sum, accumulated, some = _forward_tile(
+            final_max, final_sum, accumulated = _forward_tile(
                 q, key, value, sequences, visible, terms, sequence, head, kv_head, position, first, last,
-                queries, keys, key_entry, key_first, key_tile * KEYS, final_max, final_sum, accumulated, some,
+                queries, keys, key_entry, key_first, key_tile * KEYS, final_max, final_sum, accumulated,
                 heads * PACK, HEAD_DIM, VALUE_DIM, HEAD_WIDTH, VALUE_WIDTH, KEYS, FOLDED, True, True,
                 PRECISION,
             )  # fmt: skip
@@ -148,9 +145,8 @@ def attention_forward(
         row_max, row_sum, rescale = add_sink(sink, row_max, row_sum)
         accumulated *= rescale[:, None]
     inverse = terms.keep_scale / row_sum if terms.seed is not None else 1.0 / row_sum
-    # A row that sees nothing gets 0; one that sees only scores of -inf, or NaN, has no answer.
-    nothing = tl.where(some, float("nan"), 0.0)
-    result = tl.where((row_sum == 0.0)[:, None], nothing[:, None], accumulated * inverse[:, None])
+    # A row that sees nothing, or only scores of -inf, gets 0; what it sees may still hold a NaN.
+    result = tl.where((row_sum == 0.0)[:, None], accumulated, accumulated * inverse[:, None])
     natural = (row_max + tl.log2(row_sum)) * LN_2
     entry = split.to(tl.int64) * sequences.number + query_entry if SPLIT else query_entry
     at = out.start + entry * out.batch + head.to(tl.int64) * out.head + row * out.row
@@ -190,7 +186,6 @@ def _forward_tile(
     row_max: "tl.tensor",
     row_sum: "tl.tensor",
     accumulated: "tl.tensor",
-    some: "tl.tensor",
     heads: "tl.tensor",
     HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
@@ -232,8 +227,6 @@ def _forward_tile(
     else:
         exponentials, rescale, row_max, row_sum = online_softmax(scores, row_max, row_sum, factor, FOLDED)
         accumulated *= rescale[:, None]
-        if visible.mask is not None or terms.bias is not None:
-            some = some | (tl.max(seen.to(tl.int32), 1) > 0)
     if terms.seed is not None:
         kept = kept_entries(terms, sequence, heads, head, position, start, KEYS)
         exponentials = tl.where(kept, exponentials, 0.0)
@@ -245,4 +238,4 @@ def _forward_tile(
     else:
         v = load_tile(at, value.column, existing, VALUE_DIM, VALUE_WIDTH, MASKED)
         accumulated = tl.dot(exponentials.to(v.dtype), v, accumulated, input_precision=PRECISION)
-    return row_max, row_sum, accumulated, some
+    return row_max, row_sum, accumulated

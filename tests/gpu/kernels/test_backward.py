@@ -15,7 +15,7 @@ from flashtile.problem import AttentionProblem, Gradients, Part, compute_dtype
 from flashtile.reference import sequence
 from tests.conftest import dtype_name
 from tests.gpu.running import DTYPES, INTERPRETED, engine, moved, on_device, results
-from tests.nonfinite import MASKS, check_infinity, check_nan, masked_problem
+from tests.nonfinite import MASKS, check_infinity, check_minus_infinity, check_nan, masked_problem
 from tests.options import ALL_AT_ONCE, NAMES, problem_with
 from tests.oracle import (
     assert_close_by_sequence,
@@ -300,6 +300,11 @@ def test_nan_by_the_oracle(dtype, name, chosen):
     grad_out, grad_lse = random_gradients(problem)
     (grad_out if name == "grad_out" else getattr(problem, name))[0, 1, 33, 5] = math.nan
     check(problem, grad_out, grad_lse)
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+def test_rows_whose_scores_are_all_minus_infinity(sinks):
+    check_minus_infinity(results, 40, 70, sinks)
 
 
 def test_rows_hidden_from_nan_everywhere():

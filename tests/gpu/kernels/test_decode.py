@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from flashtile import masks
 from flashtile.masks.lengths import Cached
 from flashtile.problem import AttentionProblem
 from tests.conftest import dtype_name
-from tests.gpu.running import DTYPES, check, results
-from tests.nonfinite import MASKS, check_infinity, check_nan, masked_problem
+from tests.gpu.running import DTYPES, check, forward_alone, results
+from tests.nonfinite import MASKS, check_infinity, check_minus_infinity, check_nan, masked_problem
 from tests.options import ALL_AT_ONCE, NAMES, problem_with
 from tests.oracle import random_problem
 from tests.packing import into_pages
@@ -85,12 +84,14 @@ def test_layouts_of_inputs(layout):
 @pytest.mark.parametrize("sizes", [(2, 270), (2, 40)], ids=["splits", "one split"])
 @pytest.mark.parametrize("mask", MASKS)
 def test_nan_and_infinity_reach_what_sees_them(dtype, sizes, mask):
-    def forward(problem: AttentionProblem, grad_out: Tensor, grad_lse: Tensor) -> dict[str, Tensor]:
-        return results(problem)
-
-    check_nan(forward, masked_problem(*sizes, dtype, mask))
+    check_nan(forward_alone, masked_problem(*sizes, dtype, mask))
     for value in (math.inf, -math.inf):
-        check_infinity(forward, masked_problem(*sizes, dtype, mask), value)
+        check_infinity(forward_alone, masked_problem(*sizes, dtype, mask), value)
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+def test_rows_whose_scores_are_all_minus_infinity(sinks):
+    check_minus_infinity(forward_alone, 2, 270, sinks)
 
 
 def test_a_split_that_sees_only_nan():

@@ -14,8 +14,8 @@ import flashtile
 from flashtile import masks
 from flashtile.problem import AttentionProblem
 from tests.conftest import dtype_name
-from tests.gpu.running import DTYPES, INTERPRETED, check, engine, moved, on_device, results
-from tests.nonfinite import MASKS, check_infinity, check_nan, masked_problem
+from tests.gpu.running import DTYPES, INTERPRETED, check, engine, forward_alone, moved, on_device, results
+from tests.nonfinite import MASKS, check_infinity, check_minus_infinity, check_nan, masked_problem
 from tests.options import ALL_AT_ONCE, NAMES, pairs, problem_with
 from tests.oracle import assert_close_to_oracle, random_problem
 from tests.packing import KEYS, OPTIONS, QUERIES, packed, packed_problem, packed_problem_with
@@ -240,10 +240,6 @@ def test_scale_may_be_an_int():
     assert torch.equal(results(one)["out"], results(dataclasses.replace(one, scale=1.0))["out"])
 
 
-def forward_alone(problem: AttentionProblem, grad_out: Tensor, grad_lse: Tensor) -> dict[str, Tensor]:
-    return results(problem)
-
-
 @each_dtype
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("with_bias", [False, True], ids=["", "bias given"])
@@ -256,6 +252,11 @@ def test_nan_reaches_what_sees_it(dtype, mask, with_bias):
 @pytest.mark.parametrize("value", [math.inf, pytest.param(-math.inf, marks=pytest.mark.slow)])
 def test_infinity_reaches_what_sees_it(dtype, mask, value):
     check_infinity(forward_alone, masked_problem(40, 70, dtype, mask), value)
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+def test_rows_whose_scores_are_all_minus_infinity(sinks):
+    check_minus_infinity(forward_alone, 40, 70, sinks)
 
 
 @pytest.mark.parametrize("queries", [70, 3])
