@@ -1,14 +1,16 @@
-"""Decoding in every shape of its register tiles: rows of a group by vectors of a value."""
+"""Decoding in every shape of its register tiles: rows of a group by vectors of a value, keys in vectors."""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import torch
+from torch import Tensor
 
 from flashtile import cpu
 from flashtile.cpu.kinds import TARGET
-from flashtile.problem import compute_dtype
+from flashtile.problem import AttentionProblem, compute_dtype
 from tests.oracle import assert_close_to_oracle, random_problem
 
 
@@ -20,9 +22,41 @@ def check(dtype: torch.dtype) -> int:
             batch=1, heads=group, kv_heads=1, query_length=1, key_length=keys, head_dim=24,
             value_head_dim=vectors * lanes, dtype=dtype,
         )  # fmt: skip
-        out = torch.full((1, group, 1, vectors * lanes), torch.nan, dtype=dtype)
-        lse = torch.full((1, group, 1), torch.nan, dtype=compute_dtype(dtype))
-        cpu.forward(problem, out, lse)
-        assert_close_to_oracle({"out": out, "lse": lse}, problem)
+        assert_close_to_oracle(decoded(problem), problem)
+        checked += 1
+    return checked
+
+
+def decoded(problem: AttentionProblem) -> dict[str, Tensor]:
+    """O and LSE, written over NaN."""
+    query, dtype = problem.query, problem.query.dtype
+    out = torch.full((*query.shape[:3], problem.value.shape[3]), torch.nan, dtype=dtype)
+    lse = torch.full(query.shape[:3], torch.nan, dtype=compute_dtype(dtype))
+    cpu.forward(problem, out, lse)
+    return {"out": out, "lse": lse}
+
+
+OPTIONS: dict[str, dict[str, object]] = {
+    "plain": {},
+    "softcap": {"softcap": 0.5},
+    "sinks": {"random_sinks": True},
+    "scale below what rows are scaled by": {"scale": 1e-8},
+}
+
+
+def check_shared_vectors(dtype: torch.dtype) -> int:
+    """Where keys share vectors, rows get the bits of a vector for each key, which a mask asks for."""
+    checked = 0
+    lanes = TARGET.vector_bytes // compute_dtype(dtype).itemsize
+    for rows, keys, name in itertools.product(range(1, lanes + 2), (1, 6, 37, 1100), OPTIONS):
+        alone = random_problem(
+            batch=1, heads=rows, kv_heads=1, query_length=1, key_length=keys, head_dim=24, value_head_dim=8,
+            dtype=dtype, **OPTIONS[name],
+        )  # fmt: skip
+        masked = dataclasses.replace(alone, mask=torch.ones(1, 1, 1, keys, dtype=torch.bool))
+        expected, found = decoded(masked), decoded(alone)
+        assert_close_to_oracle(found, alone)
+        for part in ("out", "lse"):
+            assert torch.equal(found[part], expected[part]), f"{part}, {rows} rows, {keys} keys, {name}"
         checked += 1
     return checked

@@ -103,6 +103,10 @@ def test_decode_in_every_shape_of_its_tiles(dtype):
     assert decode_shapes.check(dtype) == 90
 
 
+def test_keys_that_share_vectors(dtype):
+    assert decode_shapes.check_shared_vectors(dtype) >= 5 * 4 * 4
+
+
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("with_grad_lse", [False, True], ids=["plain", "grad_lse"])

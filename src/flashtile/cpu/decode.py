@@ -46,6 +46,7 @@ from .kinds import (
     register_bytes,
     vector_size,
 )
+from .narrow import is_narrow, narrow_softmax, narrow_width
 from .native import native
 from .operands import all_finite
 from .rows import (
@@ -182,13 +183,21 @@ def _decode_keys(
     query_row: int,
 ) -> None:
     """One tile of keys; `later` keys of the split follow it."""
-    width, table = lanes(kind), scratch + field(call, AT_ROWS)
+    table, width = scratch + field(call, AT_ROWS), lanes(kind)
     scores, spare = scratch + field(call, AT_SCORES), scratch + field(call, AT_BIAS)
     out, out_row = scratch + field(call, AT_OUT), _out_row(kind, call)
+    narrow = is_narrow(kind, call, table, first, keys, rows)
+    if narrow:
+        width = narrow_width(kind, rows)
+    row = width * compute_size(kind)
     listed = _list_rows(kind, call, scratch, KEY, batch, kv_head, first, keys, later)
-    _score_keys(kind, call, scratch, listed, keys, rows, direct, query_row)
-    finish_scores(kind, call, table, scores, 0, spare, first, keys, width)
-    if online_softmax(kind, call, table, scores, score_factor(call), first, keys, width):
+    _score_keys(kind, call, scratch, listed, keys, rows, direct, query_row, row)
+    if narrow:
+        moved = narrow_softmax(kind, call, table, scores, keys, width)
+    else:
+        finish_scores(kind, call, table, scores, 0, spare, first, keys, width)
+        moved = online_softmax(kind, call, table, scores, score_factor(call), first, keys, width)
+    if moved:
         _rescale_rows(kind, out, out_row, rows, table + FACTOR)
     if hides_some(call, table, first, keys) and not all_finite(
         kind, call, VALUE, batch, kv_head, first, keys, VALUE_DIM
@@ -197,15 +206,23 @@ def _decode_keys(
         accumulate_exactly(kind, call, table, scores, width, out, out_row, size, batch, kv_head, first, keys)
         return
     listed = _list_rows(kind, call, scratch, VALUE, batch, kv_head, first, keys, later)
-    _weigh_values(kind, call, scratch, listed, keys, rows)
+    _weigh_values(kind, call, scratch, listed, keys, rows, row)
 
 
 @native
 def _score_keys(
-    kind: Kind, call: int, scratch: int, listed: int, keys: int, rows: int, direct: bool, query_row: int
+    kind: Kind,
+    call: int,
+    scratch: int,
+    listed: int,
+    keys: int,
+    rows: int,
+    direct: bool,
+    query_row: int,
+    row: int,
 ) -> None:
-    """Scores of a tile of keys, wherever their rows lie."""
-    scores, row, head_dim = scratch + field(call, AT_SCORES), vector_size(kind), field(call, HEAD_DIM)
+    """Scores of a tile of keys, wherever their rows lie; those of a key take `row` bytes."""
+    scores, head_dim = scratch + field(call, AT_SCORES), field(call, HEAD_DIM)
     query, step = scratch + field(call, AT_QUERY), field(call, KEY + 4)
     ahead = listed + 8 * _rows_ahead(kind, call, KEY)
     if direct:
@@ -217,9 +234,9 @@ def _score_keys(
 
 
 @native
-def _weigh_values(kind: Kind, call: int, scratch: int, listed: int, keys: int, rows: int) -> None:
-    """O += P V for a tile of keys."""
-    scores, row = scratch + field(call, AT_SCORES), vector_size(kind)
+def _weigh_values(kind: Kind, call: int, scratch: int, listed: int, keys: int, rows: int, row: int) -> None:
+    """O += P V for a tile of keys; the probabilities of a key take `row` bytes."""
+    scores = scratch + field(call, AT_SCORES)
     out, out_row, step = scratch + field(call, AT_OUT), _out_row(kind, call), field(call, VALUE + 4)
     value_dim, vectors = field(call, VALUE_DIM), padded(kind, field(call, VALUE_DIM)) // lanes(kind)
     ahead = listed + 8 * _rows_ahead(kind, call, VALUE)

@@ -72,10 +72,7 @@ def finish_scores(
     Rows behind the last key, up to a multiple of 4, become -inf. `slope` (0 = not wanted) receives the
     derivative of the softcap; `spare` is a tile for staged bias and mask.
     """
-    if field(call, SOFTCAP) != 0:
-        _apply_softcap(kind, scores, slope, keys, width, real_field(call, SCALE), real_field(call, SOFTCAP))
-    elif _scaled_first(call):
-        _apply_scale(kind, scores, keys, width, real_field(call, SCALE))
+    scale_scores(kind, call, scores, slope, keys * width * compute_size(kind))
     if field(call, SLOPES) != 0:
         _add_alibi(kind, call, table, scores, start, keys, width)
     if field(call, BIAS) != 0:
@@ -107,17 +104,20 @@ def is_full(table: int, start: int, keys: int) -> bool:
 
 
 @native
-def _apply_scale(kind: Kind, scores: int, keys: int, width: int, scale: float) -> None:
-    for at in range(scores, scores + keys * width * compute_size(kind), vector_size(kind)):
-        store(at, load(kind, at) * splat(kind, scale))
+def scale_scores(kind: Kind, call: int, scores: int, slope: int, size: int) -> None:
+    """Softcap, or the scale where the tile itself is scaled, on so many bytes of Q K^T."""
+    scale = real_field(call, SCALE)
+    if field(call, SOFTCAP) != 0:
+        _apply_softcap(kind, scores, slope, size, scale, real_field(call, SOFTCAP))
+    elif _scaled_first(call):
+        for at in range(scores, scores + size, vector_size(kind)):
+            store(at, load(kind, at) * splat(kind, scale))
 
 
 @native
-def _apply_softcap(
-    kind: Kind, scores: int, slope: int, keys: int, width: int, scale: float, softcap: float
-) -> None:
+def _apply_softcap(kind: Kind, scores: int, slope: int, size: int, scale: float, softcap: float) -> None:
     one = splat(kind, 1.0)
-    for shift in range(0, keys * width * compute_size(kind), vector_size(kind)):
+    for shift in range(0, size, vector_size(kind)):
         capped = tanh(kind, load(kind, scores + shift) * splat(kind, scale / softcap))
         store(scores + shift, capped * splat(kind, softcap))
         if slope != 0:

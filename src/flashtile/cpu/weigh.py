@@ -9,9 +9,9 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from .dots import number_at, numbers
+from .dots import BURST, ask_for, numbers
 from .kinds import I64, TARGET, Kind, compute_size, itemsize, lanes, vector_size
-from .llvm import fma_value, offset, pointer, prefetch, splat_value, widen_value
+from .llvm import LINE, fma_value, offset, pointer, splat_value, widen_value
 from .native import native
 from .tiles import tile_operations
 
@@ -24,21 +24,18 @@ def _make_weigh(rows: int, columns: int, group: int) -> Any:
     addresses = types.UniTuple(types.int64, group)
 
     @intrinsic
-    def step(
-        tc: Any, kind: Any, tile: Any, weights: Any, weight_row: Any, values: Any, ahead: Any, shift: Any
-    ) -> Any:
+    def step(tc: Any, kind: Any, tile: Any, weights: Any, weight_row: Any, values: Any, shift: Any) -> Any:
         k, vector = kind.kind, kind.vector
         size = k.lanes * k.itemsize
 
         def gen(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
-            _, tile_value, weights_value, row_value, values_value, ahead_value, shift_value = args
+            _, tile_value, weights_value, row_value, values_value, shift_value = args
             sums = [b.extract_value(tile_value, i) for i in range(rows * columns)]
             for i in range(group):
                 at = b.add(b.extract_value(values_value, i), shift_value)
                 value = [
                     widen_value(b, k, b.add(at, ir.Constant(I64, c * size)), k.lanes) for c in range(columns)
                 ]
-                prefetch(b, b.add(number_at(b, ahead_value, i), shift_value), columns * size)
                 first = offset(b, weights_value, i, row_value)
                 for r in range(rows):
                     place = b.add(first, ir.Constant(I64, r * k.compute_size))
@@ -50,17 +47,16 @@ def _make_weigh(rows: int, columns: int, group: int) -> Any:
             return cgutils.pack_array(b, sums)
 
         t = types.UniTuple(vector, rows * columns)
-        return t(kind, t, types.int64, types.int64, addresses, *[types.int64] * 2), gen
+        return t(kind, t, types.int64, types.int64, addresses, types.int64), gen
 
     zeros, add_tile, _, _ = tile_operations(rows, columns)
 
-    @native
+    @native(forceinline=True)
     def weigh(
         kind: Kind,
         weights: int,
         weight_row: int,
         values: Any,
-        ahead: int,
         first: int,
         last: int,
         out: int,
@@ -69,7 +65,7 @@ def _make_weigh(rows: int, columns: int, group: int) -> Any:
         """Vectors [first, last) in steps of `columns`."""
         for column in range(first, last, columns):
             shift = column * lanes(kind) * itemsize(kind)
-            tile = step(kind, zeros(kind), weights, weight_row, values, ahead, shift)
+            tile = step(kind, zeros(kind), weights, weight_row, values, shift)
             add_tile(kind, tile, out + column * vector_size(kind), out_row)
 
     return weigh
@@ -84,7 +80,7 @@ def _make_weigh_group(group: int) -> Any:
     )
     listed = numbers(lambda kind: group)
 
-    @native
+    @native(forceinline=True)
     def weigh_group(
         kind: Kind,
         weights: int,
@@ -96,16 +92,21 @@ def _make_weigh_group(group: int) -> Any:
         out: int,
         out_row: int,
     ) -> None:
-        size, fours, whole = compute_size(kind), rows // 4 * 4, vectors // wide * wide
-        v = listed(kind, values)
-        for row in range(0, fours, 4):
-            p, to, later = weights + row * size, out + row * out_row, ahead if row == 0 else values
-            weigh_4_wide(kind, p, weight_row, v, later, 0, whole, to, out_row)
-            weigh_4_1(kind, p, weight_row, v, later, whole, vectors, to, out_row)
-        for row in range(fours, rows):
-            p, to, later = weights + row * size, out + row * out_row, ahead if row == 0 else values
-            weigh_1_wide(kind, p, weight_row, v, later, 0, whole, to, out_row)
-            weigh_1_1(kind, p, weight_row, v, later, whole, vectors, to, out_row)
+        size, fours, v = compute_size(kind), rows // 4 * 4, listed(kind, values)
+        number = lanes(kind) * itemsize(kind)
+        step = BURST // group * LINE // number
+        for first in range(0, vectors, step):
+            last = min(first + step, vectors)
+            whole = first + (last - first) // wide * wide
+            ask_for(ahead, group, first * number, last * number)
+            for row in range(0, fours, 4):
+                p, to = weights + row * size, out + row * out_row
+                weigh_4_wide(kind, p, weight_row, v, first, whole, to, out_row)
+                weigh_4_1(kind, p, weight_row, v, whole, last, to, out_row)
+            for row in range(fours, rows):
+                p, to = weights + row * size, out + row * out_row
+                weigh_1_wide(kind, p, weight_row, v, first, whole, to, out_row)
+                weigh_1_1(kind, p, weight_row, v, whole, last, to, out_row)
 
     return weigh_group
 
