@@ -75,9 +75,14 @@ _AHEAD_BYTES, _AHEAD_ROWS = 2**14, 16
 
 @native
 def decode(kind: Kind, call: int, scratch: int, task: int) -> None:
-    """One vector of rows of one key head against one split of its keys; splits follow one another."""
+    """One vector of rows of one key head against one split of its keys.
+
+    Tasks that follow one another take the same keys of different heads, which may share pages of memory: a
+    cache whose keys take 4 KiB each takes up to twice as long to read head by head (Zen 3).
+    """
     place = place_of(call, task, field(call, KV_HEADS) * field(call, TILES) * field(call, SPLITS))
-    block, split = place.local // place.splits, place.local % place.splits
+    blocks = field(call, KV_HEADS) * place.tiles
+    split, block = place.local // blocks, place.local % blocks
     batch, kv_head, start_row = place.batch, block // place.tiles, block % place.tiles * lanes(kind)
     _decode_split(kind, call, scratch, batch, kv_head, start_row, split)
     if place.splits == 1:
@@ -296,7 +301,8 @@ def merge(kind: Kind, call: int, scratch: int, task: int) -> None:
     """Combines the states of every split of one vector of rows, in order, and finishes the rows."""
     place = place_of(call, task, field(call, KV_HEADS) * field(call, TILES))
     batch, kv_head = place.batch, place.local // place.tiles
-    start_row, first = place.local % place.tiles * lanes(kind), place.start + place.local * place.splits
+    start_row, first = place.local % place.tiles * lanes(kind), place.start + place.local
+    blocks = field(call, KV_HEADS) * place.tiles
     step = score_factor(call) * LOG2_E
     table, size, one = scratch + field(call, AT_ROWS), compute_size(kind), vector_size(kind)
     splits, out_row = place.splits, _out_row(kind, call)
@@ -306,11 +312,11 @@ def merge(kind: Kind, call: int, scratch: int, task: int) -> None:
     for r in range(rows):
         largest, total = -math.inf, 0.0
         for split in range(splits):
-            row_max = peek(kind, _state(kind, call, first + split) + r * size)
+            row_max = peek(kind, _state(kind, call, first + split * blocks) + r * size)
             if row_max > largest or math.isnan(row_max):
                 largest = row_max
         for split in range(splits):
-            state = _state(kind, call, first + split)
+            state = _state(kind, call, first + split * blocks)
             row_max, row_sum = peek(kind, state + r * size), peek(kind, state + one + r * size)
             if row_max == -math.inf and not math.isnan(row_sum):  # nothing seen in this split
                 continue
