@@ -54,13 +54,13 @@ def cache_cases(keys: int) -> list[Comparison]:
         cache = [torch.randn(1, 8, keys, 128).to(dtype) for _ in range(2)]
         name = f"cache {short} 1x32x1x128 kv 8x{keys}"
         as_much = torch.ones(cache[0].numel() * cache[0].element_size() // 2)  # float32 for keys and values
-        read = as_much.sum
-        contiguous = {
-            OURS: partial(flashtile.attention_kvcache, query, *cache),
-            "torch SDPA": partial(torch_sdpa, query, *cache),
-            "torch matmul": partial(grouped_matmul, query, *cache),
-        }
-        cases.append(Comparison(name, contiguous, read))
+        for layout, tensors in (("", cache), (", heads side by side", side_by_side(cache))):
+            contiguous = {
+                OURS: partial(flashtile.attention_kvcache, query, *tensors),
+                "torch SDPA": partial(torch_sdpa, query, *tensors),
+                "torch matmul": partial(grouped_matmul, query, *tensors),
+            }
+            cases.append(Comparison(name + layout, contiguous, as_much.sum))
         for page_size in (16, 256):
             pages, block_table = in_pages(cache, page_size)
             paged = {
@@ -68,8 +68,13 @@ def cache_cases(keys: int) -> list[Comparison]:
                 "torch SDPA": partial(gathered, torch_sdpa, query, pages, block_table),
                 "torch matmul": partial(gathered, grouped_matmul, query, pages, block_table),
             }
-            cases.append(Comparison(f"{name}, pages of {page_size}", paged, read))
+            cases.append(Comparison(f"{name}, pages of {page_size}", paged, as_much.sum))
     return cases
+
+
+def side_by_side(cache: list[Tensor]) -> list[Tensor]:
+    """The heads of a key one behind the other in memory, as in flash-attn's caches."""
+    return [tensor.transpose(1, 2).contiguous().transpose(1, 2) for tensor in cache]
 
 
 def partial(function: Callable[..., Any], *arguments: Any, **options: Any) -> Run:

@@ -1,6 +1,6 @@
 """Put the measured numbers into README.md and docs/: `python -m benchmarks.readme` after `make bench`.
 
-Everything between the marks is written anew from cpu.json, doors.json and parallel.json; the rest stays.
+Everything between the marks is written anew from the files in benchmarks/results; the rest stays.
 """
 
 from __future__ import annotations
@@ -42,14 +42,16 @@ def fill(text: str, found: dict[str, Any]) -> str:
     return between(text, BEGIN, END, numbers(found))
 
 
-def fill_doors(text: str, found: dict[str, Any]) -> str:
-    """The same for packed sequences and caches (benchmarks.doors)."""
+def fill_doors(text: str, *found: dict[str, Any]) -> str:
+    """The same for packed sequences and caches (benchmarks.doors), machine after machine."""
     explained = (
         "Reading alone: torch's sum of as many bytes, measured in turn with the calls, and what it is of "
         "flashtile's time. In the last brackets: their time over flashtile's."
     )
-    rows = markdown(doors.COLUMNS, doors.rows(found))
-    return between(text, DOORS_BEGIN, DOORS_END, f"{machine_line(found['machine'])} {explained}\n\n{rows}")
+    tables = [
+        f"{machine_line(run['machine'])}\n\n{markdown(doors.COLUMNS, doors.rows(run))}" for run in found
+    ]
+    return between(text, DOORS_BEGIN, DOORS_END, "\n\n".join([explained, *tables]))
 
 
 def fill_parallel(text: str, found: dict[str, Any]) -> str:
@@ -194,19 +196,20 @@ def main(arguments: list[str] | None = None) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--results", type=Path, default=Path("benchmarks/results/cpu.json"))
-    parser.add_argument("--doors", type=Path, default=Path("benchmarks/results/doors.json"))
+    machines = [Path(f"benchmarks/results/{name}.json") for name in ("doors", "doors_avx2")]
+    parser.add_argument("--doors", type=Path, nargs="+", default=machines)
     parser.add_argument("--parallel", type=Path, default=Path("benchmarks/results/parallel.json"))
     parser.add_argument("--readme", type=Path, default=Path("README.md"))
     parser.add_argument("--docs", type=Path, default=Path("docs"))
     options = parser.parse_args(arguments)
     for page, results, put in (
-        (options.readme, options.results, fill_summary),
-        (options.docs / "performance.md", options.results, fill),
+        (options.readme, [options.results], fill_summary),
+        (options.docs / "performance.md", [options.results], fill),
         (options.docs / "performance.md", options.doors, fill_doors),
-        (options.docs / "devices.md", options.parallel, fill_parallel),
-        (options.docs / "numerics.md", options.results, fill_errors),
+        (options.docs / "devices.md", [options.parallel], fill_parallel),
+        (options.docs / "numerics.md", [options.results], fill_errors),
     ):
-        page.write_text(put(page.read_text(), json.loads(results.read_text())))
+        page.write_text(put(page.read_text(), *(json.loads(path.read_text()) for path in results)))
 
 
 if __name__ == "__main__":

@@ -38,9 +38,9 @@ def test_last_rows_are_those_of_the_whole(direction):
 
 def test_doors_are_measured_and_agree(tmp_path):
     cases = doors.cache_cases(512) + doors.packed_cases((3, 40, 9))
-    assert len(cases) == 10
+    assert len(cases) == 12
     found = doors.measure([case for case in cases if "fp32" in case.name], rounds=1)
-    assert [len(row) for row in doors.rows(found)] == [len(doors.COLUMNS)] * 5
+    assert [len(row) for row in doors.rows(found)] == [len(doors.COLUMNS)] * 6
 
 
 def test_a_call_that_differs_is_not_measured():

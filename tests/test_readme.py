@@ -119,7 +119,11 @@ def found_doors(found):
 
 
 def test_doors_compare_with_reading_and_the_others(found_doors):
-    rows = rows_of(readme.fill_doors(readme.DOORS_BEGIN + readme.DOORS_END, found_doors))
+    other = found_doors | {"machine": found_doors["machine"] | {"cpu": "Another CPU"}}
+    text = readme.fill_doors(readme.DOORS_BEGIN + readme.DOORS_END, found_doors, other)
+    assert text.index("Some CPU, 2 threads") < text.index("Another CPU, 2 threads")
+    assert text.count("| cache fp32 |") == 2
+    rows = rows_of(text)
     assert rows["cache fp32"] == ["100 us", "50.0 us (50%)", "torch SDPA 200 us (2.00x)"]
     assert rows["packed fp32"] == ["1.00 ms", "-", "padded 500 us (0.50x)"]
 
@@ -212,14 +216,15 @@ def test_a_text_without_the_marks_is_refused(text, found):
 @pytest.mark.parametrize(
     ("page", "results", "fill"),
     [
-        ("README.md", "cpu.json", readme.fill_summary),
-        ("docs/performance.md", "cpu.json", readme.fill),
-        ("docs/performance.md", "doors.json", readme.fill_doors),
-        ("docs/devices.md", "parallel.json", readme.fill_parallel),
-        ("docs/numerics.md", "cpu.json", readme.fill_errors),
+        ("README.md", ["cpu"], readme.fill_summary),
+        ("docs/performance.md", ["cpu"], readme.fill),
+        ("docs/performance.md", ["doors", "doors_avx2"], readme.fill_doors),
+        ("docs/devices.md", ["parallel"], readme.fill_parallel),
+        ("docs/numerics.md", ["cpu"], readme.fill_errors),
     ],
 )
 def test_pages_have_the_numbers_of_the_last_run(page, results, fill):
     """`python -m benchmarks.readme` puts them there."""
     text = (ROOT / page).read_text()
-    assert fill(text, json.loads((ROOT / "benchmarks" / "results" / results).read_text())) == text
+    found = [json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text()) for name in results]
+    assert fill(text, *found) == text
