@@ -103,6 +103,19 @@ def test_decode_in_every_shape_of_its_tiles(dtype):
     assert decode_shapes.check(dtype) == 90
 
 
+@pytest.mark.parametrize("threads", [1, 8], ids="{} threads".format)
+def test_decode_of_heads_and_tiles_that_see_different_keys(dtype, threads):
+    """With one thread a task takes them together; that of the last query sees nothing at all."""
+    torch.set_num_threads(threads)
+    first = torch.tensor([[0, 30, 700, 1500, 2300, 2400]], dtype=torch.int32)
+    last = torch.tensor([[100, 900, 2500, 1600, 2500, 2400]], dtype=torch.int32)
+    problem = random_problem(
+        batch=1, heads=24, kv_heads=2, query_length=6, key_length=2500, head_dim=8, dtype=dtype, first=first,
+        last=last,
+    )  # fmt: skip
+    assert_close_to_oracle(decode_shapes.decoded(problem), problem)
+
+
 def test_keys_that_share_vectors(dtype):
     assert decode_shapes.check_shared_vectors(dtype) >= 5 * 4 * 4
 

@@ -1,17 +1,19 @@
 """Few query rows against many keys: split over the keys, packed over the heads of a group, limited by memory.
 
-One task is one split of keys of one key head; it leaves a partial online-softmax state, and `merge` combines
-the states of a head exactly: rescale to the larger maximum, then add.
+One task is one split of keys of some key heads; of each it leaves a partial online-softmax state, and `merge`
+combines the states of a head exactly: rescale to the larger maximum, then add.
 """
 
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 from .call import (
     AT_ADDRESSES,
     AT_BIAS,
     AT_KEY,
+    AT_NEXT,
     AT_OUT,
     AT_QUERY,
     AT_ROWS,
@@ -28,6 +30,7 @@ from .call import (
     SPLITS,
     TILE_KEYS,
     TILES,
+    TOGETHER,
     VALUE,
     VALUE_DIM,
     field,
@@ -73,22 +76,56 @@ from .weigh import weigh_rows
 _AHEAD_BYTES, _AHEAD_ROWS = 2**13, 16
 
 
+class Tile(NamedTuple):
+    """Keys [first, first + keys) of one key head."""
+
+    batch: int
+    kv_head: int
+    first: int
+    keys: int
+
+
 @native
 def decode(kind: Kind, call: int, scratch: int, task: int) -> None:
-    """One vector of rows of one key head against one split of its keys.
+    """One split of keys, for some blocks: vectors of rows of key heads.
 
-    Tasks that follow one another take the same keys of different heads, which may share pages of memory: a
-    cache whose keys take 4 KiB each takes up to twice as long to read head by head (Zen 3).
+    Each block in turn takes a tile of the same keys, since heads may share pages of memory: read head by
+    head, a cache whose keys take 4 KiB each takes twice as long (Zen 3).
     """
-    place = place_of(call, task, field(call, KV_HEADS) * field(call, TILES) * field(call, SPLITS))
+    together, tiles = field(call, TOGETHER), field(call, TILES)
+    units = _groups(field(call, KV_HEADS) * tiles, together) * field(call, SPLITS)
+    place = place_of(call, task, units)
     blocks = field(call, KV_HEADS) * place.tiles
-    split, block = place.local // blocks, place.local % blocks
-    batch, kv_head, start_row = place.batch, block // place.tiles, block % place.tiles * lanes(kind)
-    _decode_split(kind, call, scratch, batch, kv_head, start_row, split)
-    if place.splits == 1:
-        _finish(kind, call, scratch, batch, kv_head, start_row)
-    else:
-        _keep(kind, call, scratch, task)
+    groups = _groups(blocks, together)
+    split, start = place.local // groups, place.local % groups * together
+    count = min(together, blocks - start)
+    for i in range(count):
+        kv_head, start_row = _rows_of_block(kind, start + i, place.tiles)
+        _start(kind, call, _own(call, scratch, i), place.batch, kv_head, start_row, split)
+    _decode_split(kind, call, scratch, place.batch, start, count, place.tiles, split)
+    for i in range(count):
+        if place.splits == 1:
+            kv_head, start_row = _rows_of_block(kind, start + i, place.tiles)
+            _finish(kind, call, _own(call, scratch, i), place.batch, kv_head, start_row)
+        else:
+            _keep(kind, call, _own(call, scratch, i), place.start + split * blocks + start + i)
+
+
+@native
+def _groups(blocks: int, together: int) -> int:
+    return (blocks + together - 1) // together
+
+
+@native
+def _rows_of_block(kind: Kind, block: int, tiles: int) -> tuple[int, int]:
+    """The key head of a block, and its first row there."""
+    return block // tiles, block % tiles * lanes(kind)
+
+
+@native
+def _own(call: int, scratch: int, i: int) -> int:
+    """Scratch memory of the i-th block of a task."""
+    return scratch + i * field(call, AT_NEXT)
 
 
 @native
@@ -97,65 +134,70 @@ def _out_row(kind: Kind, call: int) -> int:
 
 
 @native
-def _decode_split(
-    kind: Kind, call: int, scratch: int, batch: int, kv_head: int, start_row: int, split: int
-) -> None:
-    """The online softmax of one vector of rows over one split of keys."""
-    table, width = scratch + field(call, AT_ROWS), lanes(kind)
-    set_rows(kind, call, table, batch, kv_head, start_row, width, False)
-    locate_rows(call, table, QUERY, QUERY_ROW, batch, kv_head, start_row, width)
-    rows, head_dim = peek_int64(table + COUNT), field(call, HEAD_DIM)
-    direct, step = _reads_keys_directly(kind, call), field(call, QUERY + 4)
-    query, query_row = scratch + field(call, AT_QUERY), padded(kind, head_dim) * compute_size(kind)
-    if direct and is_pairs(dot_kind(kind)):
-        query_row = head_dim * itemsize(kind)
-        for row in range(rows):
-            copy_numbers(
-                kind, peek_int64(table + QUERY_ROW + 8 * row), step, head_dim, query + row * query_row
-            )
-    else:
-        stage_lanes(kind, table + QUERY_ROW, step, rows, head_dim, query, query_row, width)
-    fill(
-        kind,
-        scratch + field(call, AT_OUT),
-        _out_row(kind, call),
-        rows,
-        padded(kind, field(call, VALUE_DIM)),
-        0.0,
-    )
-    fill(kind, scratch + field(call, AT_SCORES), vector_size(kind), field(call, TILE_KEYS), width, 0.0)
-    start_rows(kind, call, table, kv_head, start_row, width, field(call, SINKS) if split == 0 else 0)
-    start, step = split * field(call, SPLIT_KEYS), field(call, TILE_KEYS)
-    low = max(start, peek_int64(table + LOW) // step * step)
-    high = min(start + field(call, SPLIT_KEYS), peek_int64(table + HIGH))
-    for first in range(low, high, step):
-        keys, later = min(step, high - first), max(0, high - first - step)
-        _decode_keys(kind, call, scratch, batch, kv_head, first, keys, later, rows, direct, query_row)
+def _query_row(kind: Kind, call: int) -> int:
+    if _reads_keys_directly(kind, call) and is_pairs(dot_kind(kind)):
+        return field(call, HEAD_DIM) * itemsize(kind)
+    return padded(kind, field(call, HEAD_DIM)) * compute_size(kind)
 
 
 @native
-def _list_rows(
-    kind: Kind,
-    call: int,
-    scratch: int,
-    tensor: int,
-    batch: int,
-    kv_head: int,
-    first: int,
-    keys: int,
-    later: int,
-) -> int:
-    """Lists the rows of K or V of a tile, and behind them those of the `later` keys to ask for meanwhile.
+def _start(kind: Kind, call: int, scratch: int, batch: int, kv_head: int, start_row: int, split: int) -> None:
+    """Stages the queries of a block, which has seen no key yet."""
+    table, width = scratch + field(call, AT_ROWS), lanes(kind)
+    set_rows(kind, call, table, batch, kv_head, start_row, width, False)
+    locate_rows(call, table, QUERY, QUERY_ROW, batch, kv_head, start_row, width)
+    rows, head_dim, step = peek_int64(table + COUNT), field(call, HEAD_DIM), field(call, QUERY + 4)
+    query, query_row = scratch + field(call, AT_QUERY), _query_row(kind, call)
+    if _reads_keys_directly(kind, call) and is_pairs(dot_kind(kind)):
+        for row in range(rows):
+            source = peek_int64(table + QUERY_ROW + 8 * row)
+            copy_numbers(kind, source, step, head_dim, query + row * query_row)
+    else:
+        stage_lanes(kind, table + QUERY_ROW, step, rows, head_dim, query, query_row, width)
+    out, out_row = scratch + field(call, AT_OUT), _out_row(kind, call)
+    fill(kind, out, out_row, rows, padded(kind, field(call, VALUE_DIM)), 0.0)
+    fill(kind, scratch + field(call, AT_SCORES), vector_size(kind), field(call, TILE_KEYS), width, 0.0)
+    start_rows(kind, call, table, kv_head, start_row, width, field(call, SINKS) if split == 0 else 0)
+
+
+@native
+def _decode_split(
+    kind: Kind, call: int, scratch: int, batch: int, start: int, count: int, tiles: int, split: int
+) -> None:
+    """The online softmax of `count` blocks over one split of keys, tile by tile."""
+    begin, step = split * field(call, SPLIT_KEYS), field(call, TILE_KEYS)
+    end = begin + field(call, SPLIT_KEYS)
+    low, high = end, begin
+    for i in range(count):
+        table = _own(call, scratch, i) + field(call, AT_ROWS)
+        low, high = min(low, peek_int64(table + LOW)), max(high, peek_int64(table + HIGH))
+    low, high = max(begin, low // step * step), min(end, high)
+    for first in range(low, high, step):
+        for i in range(count):
+            own = _own(call, scratch, i)
+            table = own + field(call, AT_ROWS)
+            keys = min(step, min(high, peek_int64(table + HIGH)) - first)
+            if keys > 0 and peek_int64(table + LOW) < first + step:
+                tile = Tile(batch, (start + i) // tiles, first, keys)
+                after, at = (i + 1, first) if i + 1 < count else (0, first + step)
+                later = Tile(batch, (start + after) // tiles, at, max(0, min(step, high - at)))
+                _decode_keys(kind, call, own, tile, later)
+
+
+@native
+def _list_rows(kind: Kind, call: int, scratch: int, tensor: int, tile: Tile, later: Tile) -> int:
+    """Lists the rows of K or V of a tile, and behind them those of `later` to ask for meanwhile.
 
     Where rows are staged, their list then says where, and early requests are for rows that are near already.
     """
     table, ahead = scratch + field(call, AT_ADDRESSES), _rows_ahead(kind, call, tensor)
     listed = table if tensor == KEY else table + 16 * field(call, TILE_KEYS)
-    count = keys + min(ahead, later)
-    list_keys(call, tensor, batch, kv_head, first, count, listed)
-    last = peek_int64(listed + 8 * (count - 1))
-    for i in range(count, keys + ahead):
-        poke_int64(listed + 8 * i, last)
+    list_keys(call, tensor, tile.batch, tile.kv_head, tile.first, tile.keys, listed)
+    behind, count = listed + 8 * tile.keys, min(ahead, later.keys)
+    list_keys(call, tensor, later.batch, later.kv_head, later.first, count, behind)
+    last = peek_int64(behind + 8 * (count - 1))
+    for i in range(count, ahead):
+        poke_int64(behind + 8 * i, last)
     return listed
 
 
@@ -174,29 +216,18 @@ def _reads_keys_directly(kind: Kind, call: int) -> bool:
 
 
 @native
-def _decode_keys(
-    kind: Kind,
-    call: int,
-    scratch: int,
-    batch: int,
-    kv_head: int,
-    first: int,
-    keys: int,
-    later: int,
-    rows: int,
-    direct: bool,
-    query_row: int,
-) -> None:
-    """One tile of keys; `later` keys of the split follow it."""
+def _decode_keys(kind: Kind, call: int, scratch: int, tile: Tile, later: Tile) -> None:
+    """One tile of keys for one block; `later` is the next that will be read."""
     table, width = scratch + field(call, AT_ROWS), lanes(kind)
     scores, spare = scratch + field(call, AT_SCORES), scratch + field(call, AT_BIAS)
     out, out_row = scratch + field(call, AT_OUT), _out_row(kind, call)
+    rows, first, keys = peek_int64(table + COUNT), tile.first, tile.keys
     narrow = is_narrow(kind, call, table, first, keys, rows)
     if narrow:
         width = narrow_width(kind, rows)
     row = width * compute_size(kind)
-    listed = _list_rows(kind, call, scratch, KEY, batch, kv_head, first, keys, later)
-    _score_keys(kind, call, scratch, listed, keys, rows, direct, query_row, row)
+    listed = _list_rows(kind, call, scratch, KEY, tile, later)
+    _score_keys(kind, call, scratch, listed, keys, rows, row)
     if narrow:
         moved = narrow_softmax(kind, call, table, scores, keys, width)
     else:
@@ -205,32 +236,22 @@ def _decode_keys(
     if moved:
         _rescale_rows(kind, out, out_row, rows, table + FACTOR)
     if hides_some(call, table, first, keys) and not all_finite(
-        kind, call, VALUE, batch, kv_head, first, keys, VALUE_DIM
+        kind, call, VALUE, tile.batch, tile.kv_head, first, keys, VALUE_DIM
     ):
-        size = compute_size(kind)
+        size, batch, kv_head = compute_size(kind), tile.batch, tile.kv_head
         accumulate_exactly(kind, call, table, scores, width, out, out_row, size, batch, kv_head, first, keys)
         return
-    listed = _list_rows(kind, call, scratch, VALUE, batch, kv_head, first, keys, later)
+    listed = _list_rows(kind, call, scratch, VALUE, tile, later)
     _weigh_values(kind, call, scratch, listed, keys, rows, row)
 
 
 @native
-def _score_keys(
-    kind: Kind,
-    call: int,
-    scratch: int,
-    listed: int,
-    keys: int,
-    rows: int,
-    direct: bool,
-    query_row: int,
-    row: int,
-) -> None:
+def _score_keys(kind: Kind, call: int, scratch: int, listed: int, keys: int, rows: int, row: int) -> None:
     """Scores of a tile of keys, wherever their rows lie; those of a key take `row` bytes."""
     scores, head_dim = scratch + field(call, AT_SCORES), field(call, HEAD_DIM)
-    query, step = scratch + field(call, AT_QUERY), field(call, KEY + 4)
+    query, query_row, step = scratch + field(call, AT_QUERY), _query_row(kind, call), field(call, KEY + 4)
     ahead = listed + 8 * _rows_ahead(kind, call, KEY)
-    if direct:
+    if _reads_keys_directly(kind, call):
         length = head_dim * itemsize(kind)
         score_rows(dot_kind(kind), listed, ahead, query, query_row, length, keys, rows, scores, row)
         return
@@ -276,9 +297,9 @@ def _finish(kind: Kind, call: int, scratch: int, batch: int, kv_head: int, start
 
 
 @native
-def _state(kind: Kind, call: int, task: int) -> int:
-    """Where a task keeps its state: row maxima, row sums, unnormalised rows of O."""
-    return field(call, SPACE) + task * (2 * vector_size(kind) + lanes(kind) * _out_row(kind, call))
+def _state(kind: Kind, call: int, number: int) -> int:
+    """Where the state of a block after a split is kept: row maxima, row sums, unnormalised rows of O."""
+    return field(call, SPACE) + number * (2 * vector_size(kind) + lanes(kind) * _out_row(kind, call))
 
 
 @native
@@ -288,8 +309,8 @@ def _copy(kind: Kind, source: int, target: int, size: int) -> None:
 
 
 @native
-def _keep(kind: Kind, call: int, scratch: int, task: int) -> None:
-    table, state, one = scratch + field(call, AT_ROWS), _state(kind, call, task), vector_size(kind)
+def _keep(kind: Kind, call: int, scratch: int, number: int) -> None:
+    table, state, one = scratch + field(call, AT_ROWS), _state(kind, call, number), vector_size(kind)
     _copy(kind, table + ROW_MAX, state, one)
     _copy(kind, table + ROW_SUM, state + one, one)
     rows = peek_int64(table + COUNT)

@@ -72,6 +72,7 @@ _PLANS = 512
 # More queries go in tiles. Heads of a group do not count: no row's bits depend on other heads.
 _DECODE_QUERIES = 8
 _DECODE_SPLIT_KEYS = 1024
+_NEAR_BYTES = 2**16  # from head to head: rows farther apart share neither pages of memory nor early requests
 
 
 def plan_of(problem: AttentionProblem, out: Tensor, lse: Tensor) -> Plan:
@@ -100,7 +101,7 @@ def _remembered(problem: AttentionProblem, out: Tensor, lse: Tensor, keys: int) 
     signature = (
         query.dtype, query.shape, query.stride(), key.shape, key.stride(), value.shape, value.stride(),
         out.stride(), lse.stride(), problem.scale, problem.softcap, problem.lower, problem.upper, keys, pages,
-        problem.part, *options,
+        problem.part, torch.get_num_threads(), *options,
     )  # fmt: skip
     plan = _plans.get(signature)
     if plan is None:
@@ -128,8 +129,11 @@ def _plan(problem: AttentionProblem, out: Tensor, lse: Tensor, keys: int | None)
         kind = _decode_kind(kind)
         tiles, splits = _decode_tiles(kind, call, query_length), _decode_splits(keys)
         call[c.TILES], call[c.SPLITS] = int(tiles), int(splits)
-        blocks = batch * call[c.KV_HEADS] * call[c.TILES]
-        return _plan_decode(kind, call, call, blocks * call[c.SPLITS], blocks if splits > 1 else 0, work)
+        blocks = call[c.KV_HEADS] * call[c.TILES]
+        together = _together(call, blocks, batch * blocks * call[c.SPLITS])
+        tasks = batch * -(-blocks // together) * call[c.SPLITS]
+        merged = batch * blocks if splits > 1 else 0
+        return _plan_decode(kind, call, call, together, tasks, batch * blocks * call[c.SPLITS], merged, work)
     call[c.TILES] = tiles_of(kind, call, query_length)
     tasks = batch * call[c.KV_HEADS] * call[c.TILES]
     return Plan((_forward_step(kind, call, tasks, work),), 0)
@@ -152,6 +156,13 @@ def _decode_splits(keys: Any) -> Any:
     return np.maximum(1, -(-keys // _DECODE_SPLIT_KEYS))
 
 
+def _together(call: array[int], blocks: int, states: int) -> int:
+    """How many of so many blocks of a sequence a task decodes, while every thread has several tasks."""
+    if call[c.KEY + 2] > _NEAR_BYTES:
+        return 1
+    return max(1, min(blocks, states // (4 * torch.get_num_threads())))
+
+
 def _forward_step(kind: Kind, call: array[int], tasks: int, work: float) -> Step:
     """Tiles of rows; lays out the scratch memory in `call`."""
     head_dim, value_dim = call[c.HEAD_DIM], call[c.VALUE_DIM]
@@ -172,9 +183,18 @@ def _forward_step(kind: Kind, call: array[int], tasks: int, work: float) -> Step
 
 
 def _plan_decode(
-    kind: Kind, call: array[int], merge_call: array[int], tasks: int, merged: int, work: float
+    kind: Kind,
+    call: array[int],
+    merge_call: array[int],
+    together: int,
+    tasks: int,
+    states: int,
+    merged: int,
+    work: float,
 ) -> Plan:
-    """Few queries: a task is one split of keys for one vector of rows; `merged` vectors have several."""
+    """Few queries: a task is one split of keys for `together` vectors of rows, each with a state; `merged`
+    vectors have several.
+    """
     size, keys = kind.compute_size, call[c.TILE_KEYS]
     key_row, value_row = row_room(kind, call[c.HEAD_DIM]) * size, row_room(kind, call[c.VALUE_DIM]) * size
     parts = {
@@ -187,11 +207,12 @@ def _plan_decode(
         **dict.fromkeys((c.AT_SCORES, c.AT_BIAS), keys * kind.lanes * size),
     }
     for one in (call, merge_call):
-        scratch, one[c.SPLIT_KEYS] = lay_out(one, parts), _DECODE_SPLIT_KEYS
-    step = Step(entry(decode, kind), call, tasks, scratch, work)
+        one[c.AT_NEXT], one[c.SPLIT_KEYS] = lay_out(one, parts), _DECODE_SPLIT_KEYS
+    call[c.TOGETHER], scratch = together, call[c.AT_NEXT]
+    step = Step(entry(decode, kind), call, tasks, scratch * together, work)
     if merged == 0:
         return Plan((step,), 0)
-    space = kind.lanes * (2 * size + value_row) * tasks
+    space = kind.lanes * (2 * size + value_row) * states
     return Plan((step, Step(entry(merge, kind), merge_call, merged, scratch, space / 2)), space)
 
 
@@ -210,12 +231,13 @@ def _plan_ragged(kind: Kind, call: array[int], sequences: Sequences, per_pair: f
         kind = _decode_kind(kind)
         tiles = np.where(few, _decode_tiles(kind, call, queries), 0)
         splits = _decode_splits(keys)
-        tasks = heads * tiles * splits
-        parts = schedule(sequences, tasks, tiles, splits, tasks)
-        whole = schedule(sequences, np.where(splits > 1, heads * tiles, 0), tiles, splits, tasks)
-        decoding = _plan_decode(
-            kind, _scheduled(call, parts), _scheduled(call, whole), parts.tasks, whole.tasks, work
-        )
+        blocks = heads * tiles
+        states = blocks * splits
+        together = _together(call, int(blocks.max()), int(states.sum()))
+        parts = schedule(sequences, -(-blocks // together) * splits, tiles, splits, states)
+        whole = schedule(sequences, np.where(splits > 1, blocks, 0), tiles, splits, states)
+        calls = _scheduled(call, parts), _scheduled(call, whole)
+        decoding = _plan_decode(kind, *calls, together, parts.tasks, parts.places, whole.tasks, work)
         steps, space = [*steps, *decoding.steps], decoding.space
         tables += [parts.table, whole.table]
     return Plan(tuple(steps), space, tuple(tables))

@@ -12,6 +12,7 @@ from .call import (
     BLOCK_TABLE,
     BLOCK_TABLE_ROW,
     KEY_LENGTH,
+    KV_HEADS,
     PAGE_SIZE,
     QUERY_LENGTH,
     SCHEDULE,
@@ -132,7 +133,8 @@ def place_of(call: int, task: int, units: int) -> Place:
     table, tiles, splits = field(call, SCHEDULE), field(call, TILES), field(call, SPLITS)
     if table == 0:
         batch = task // units
-        return Place(batch, task % units, tiles, splits, batch * units * splits, -1)
+        before = batch * field(call, KV_HEADS) * tiles * splits
+        return Place(batch, task % units, tiles, splits, before, -1)
     size = 8 * SCHEDULE_FIELDS
     low, high = 0, field(call, SCHEDULE_ROWS)
     while high - low > 1:
