@@ -6,12 +6,13 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
 
-from numba import njit, types
+from numba import types
 
 from .atomics import take_task, worker_scratch
 from .cache import DiskCache
 from .call import LIMIT, field
 from .kinds import Kind
+from .native import whole
 
 
 class Entry(NamedTuple):
@@ -24,8 +25,17 @@ class Entry(NamedTuple):
 @cache
 def entry(kernel: Any, kind: Kind) -> Entry:
     """The machine code of `kernel` for `kind`, from disk or compiled now."""
+    work = dispatcher(kernel, kind)
+    work._cache = DiskCache(work.py_func.__name__)
+    work.compile(types.void(types.int64))
+    result = work.overloads[(types.int64,)]
+    pointer = result.library.get_pointer_to_function(result.fndesc.llvm_cfunc_wrapper_name)
+    return Entry(result.entry_point, pointer)
 
-    @njit(nogil=True)
+
+def dispatcher(kernel: Any, kind: Kind) -> Any:
+    """What compiles a function of the address of a call, which works on its tasks until none is left."""
+
     def work(call):  # type: ignore[no-untyped-def]
         scratch = worker_scratch(call)
         for _ in range(field(call, LIMIT)):
@@ -34,8 +44,4 @@ def entry(kernel: Any, kind: Kind) -> Entry:
                 return
             kernel(kind, call, scratch, task)
 
-    work._cache = DiskCache(f"{kernel.py_func.__name__}-{kind.name}")
-    work.compile(types.void(types.int64))
-    result = work.overloads[(types.int64,)]
-    pointer = result.library.get_pointer_to_function(result.fndesc.llvm_cfunc_wrapper_name)
-    return Entry(result.entry_point, pointer)
+    return whole(work, f"{kernel.py_func.__name__}-{kind.name}")
