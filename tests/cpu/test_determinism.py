@@ -157,8 +157,12 @@ def test_batch_entry_and_key_head_alone(dtype, query_length, key_length):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("query_length", [1, 4, 150])
 @pytest.mark.parametrize("key_length", [5, 130, 1200])
-def test_head_alone_or_in_a_group(dtype, query_length, key_length):
-    """A query head that shares its keys with others gives the bits it gives on its own."""
+@pytest.mark.parametrize("upper", [None, 750])
+def test_head_alone_or_in_a_group(dtype, query_length, key_length, upper):
+    """A query head that shares its keys with others gives the bits it gives on its own.
+
+    Where later queries see more keys, its last tile is longer beside them.
+    """
     problem = seeded_problem(
         batch=1,
         heads=6,
@@ -167,6 +171,7 @@ def test_head_alone_or_in_a_group(dtype, query_length, key_length):
         key_length=key_length,
         head_dim=24,
         dtype=dtype,
+        upper=upper,
     )
     grad_out, grad_lse = random_gradients(problem)
     whole = results_of_backend(cpu, problem, grad_out, grad_lse)

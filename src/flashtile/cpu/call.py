@@ -50,7 +50,8 @@ DROPOUT, DROPOUT_THRESHOLD, SEED_LOW, SEED_HIGH = (_fields(1) for _ in range(4))
 PART_QUERY, PART_KEY, PART_HEAD, PART_HEADS, PART_DIAGONAL = (_fields(1) for _ in range(5))
 TILES, SPLITS = _fields(1), _fields(1)
 SPLIT_KEYS, SPACE, PROGRESS, GRAD_SLOPES = (_fields(1) for _ in range(4))  # of decode and backward
-TILE_KEYS, TOGETHER = _fields(1), _fields(1)  # keys of a tile; key heads (and tiles of rows) of a decode task
+TILE_KEYS = _fields(1)
+TOGETHER, AT_NEXT = _fields(1), _fields(1)  # blocks of a decode task, and how far apart their parts lie
 # Sequences of their own lengths (see sequences.py): tables of int64, address 0 where all are alike.
 SEQUENCES, SCHEDULE, SCHEDULE_ROWS = (_fields(1) for _ in range(3))
 BLOCK_TABLE, BLOCK_TABLE_ROW, PAGE_SIZE = (_fields(1) for _ in range(3))  # int32; bytes; 0 = no pages
@@ -58,7 +59,7 @@ BLOCK_TABLE, BLOCK_TABLE_ROW, PAGE_SIZE = (_fields(1) for _ in range(3))  # int3
 AT_QUERY, AT_SCORES, AT_OUT, AT_KEY, AT_VALUE, AT_BIAS, AT_ROWS = (_fields(1) for _ in range(7))
 AT_KEY_COLUMNS, AT_GRAD_OUT, AT_QUERY_ROWS, AT_GRAD_OUT_ROWS, AT_GRAD_SCORES = (_fields(1) for _ in range(5))
 AT_SLOPE, AT_ROUNDED, AT_GRAD_ROUNDED, AT_GRAD_KEY, AT_GRAD_VALUE = (_fields(1) for _ in range(5))
-AT_PAGES, AT_ADDRESSES, AT_NEXT = (_fields(1) for _ in range(3))
+AT_PAGES, AT_ADDRESSES = (_fields(1) for _ in range(2))
 # The schedule: TASKS in all, at most LIMIT per visit of a thread, which owns SCRATCH_STEP bytes of SCRATCH.
 TASKS, LIMIT, SCRATCH, SCRATCH_STEP = (_fields(1) for _ in range(4))
 _fields(8)  # the counters that threads share lie on a cache line of their own

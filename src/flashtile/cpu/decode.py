@@ -89,26 +89,28 @@ class Tile(NamedTuple):
 def decode(kind: Kind, call: int, scratch: int, task: int) -> None:
     """One split of keys, for some blocks: vectors of rows of key heads.
 
-    Each block in turn takes a tile of the same keys, since heads may share pages of memory: read head by
-    head, a cache whose keys take 4 KiB each takes twice as long (Zen 3).
+    Each block in turn takes a tile of the same keys. Head by head, a cache in which the heads of a key take
+    4 KiB together took twice as long (Zen 3): every head went through all pages of the processor's memory.
     """
     together, tiles = field(call, TOGETHER), field(call, TILES)
     units = _groups(field(call, KV_HEADS) * tiles, together) * field(call, SPLITS)
     place = place_of(call, task, units)
     blocks = field(call, KV_HEADS) * place.tiles
     groups = _groups(blocks, together)
-    split, start = place.local // groups, place.local % groups * together
-    count = min(together, blocks - start)
+    split, first_block = place.local // groups, place.local % groups * together
+    count = min(together, blocks - first_block)
+    scores, row = scratch + field(call, AT_SCORES), vector_size(kind)
+    fill(kind, scores, row, field(call, TILE_KEYS), lanes(kind), 0.0)
     for i in range(count):
-        kv_head, start_row = _rows_of_block(kind, start + i, place.tiles)
-        _start(kind, call, _own(call, scratch, i), place.batch, kv_head, start_row, split)
-    _decode_split(kind, call, scratch, place.batch, start, count, place.tiles, split)
+        kv_head, start_row = _rows_of_block(kind, first_block + i, place.tiles)
+        _stage_block(kind, call, _own(call, scratch, i), place.batch, kv_head, start_row, split)
+    _decode_split(kind, call, scratch, place.batch, first_block, count, place.tiles, split)
     for i in range(count):
         if place.splits == 1:
-            kv_head, start_row = _rows_of_block(kind, start + i, place.tiles)
+            kv_head, start_row = _rows_of_block(kind, first_block + i, place.tiles)
             _finish(kind, call, _own(call, scratch, i), place.batch, kv_head, start_row)
         else:
-            _keep(kind, call, _own(call, scratch, i), place.start + split * blocks + start + i)
+            _keep(kind, call, _own(call, scratch, i), place.start + split * blocks + first_block + i)
 
 
 @native
@@ -124,7 +126,7 @@ def _rows_of_block(kind: Kind, block: int, tiles: int) -> tuple[int, int]:
 
 @native
 def _own(call: int, scratch: int, i: int) -> int:
-    """Scratch memory of the i-th block of a task."""
+    """The parts of scratch memory that the i-th block of a task has to itself: rows, queries, O."""
     return scratch + i * field(call, AT_NEXT)
 
 
@@ -141,28 +143,29 @@ def _query_row(kind: Kind, call: int) -> int:
 
 
 @native
-def _start(kind: Kind, call: int, scratch: int, batch: int, kv_head: int, start_row: int, split: int) -> None:
+def _stage_block(
+    kind: Kind, call: int, own: int, batch: int, kv_head: int, start_row: int, split: int
+) -> None:
     """Stages the queries of a block, which has seen no key yet."""
-    table, width = scratch + field(call, AT_ROWS), lanes(kind)
+    table, width = own + field(call, AT_ROWS), lanes(kind)
     set_rows(kind, call, table, batch, kv_head, start_row, width, False)
     locate_rows(call, table, QUERY, QUERY_ROW, batch, kv_head, start_row, width)
     rows, head_dim, step = peek_int64(table + COUNT), field(call, HEAD_DIM), field(call, QUERY + 4)
-    query, query_row = scratch + field(call, AT_QUERY), _query_row(kind, call)
+    query, query_row = own + field(call, AT_QUERY), _query_row(kind, call)
     if _reads_keys_directly(kind, call) and is_pairs(dot_kind(kind)):
         for row in range(rows):
             source = peek_int64(table + QUERY_ROW + 8 * row)
             copy_numbers(kind, source, step, head_dim, query + row * query_row)
     else:
         stage_lanes(kind, table + QUERY_ROW, step, rows, head_dim, query, query_row, width)
-    out, out_row = scratch + field(call, AT_OUT), _out_row(kind, call)
+    out, out_row = own + field(call, AT_OUT), _out_row(kind, call)
     fill(kind, out, out_row, rows, padded(kind, field(call, VALUE_DIM)), 0.0)
-    fill(kind, scratch + field(call, AT_SCORES), vector_size(kind), field(call, TILE_KEYS), width, 0.0)
     start_rows(kind, call, table, kv_head, start_row, width, field(call, SINKS) if split == 0 else 0)
 
 
 @native
 def _decode_split(
-    kind: Kind, call: int, scratch: int, batch: int, start: int, count: int, tiles: int, split: int
+    kind: Kind, call: int, scratch: int, batch: int, first_block: int, count: int, tiles: int, split: int
 ) -> None:
     """The online softmax of `count` blocks over one split of keys, tile by tile."""
     begin, step = split * field(call, SPLIT_KEYS), field(call, TILE_KEYS)
@@ -178,10 +181,10 @@ def _decode_split(
             table = own + field(call, AT_ROWS)
             keys = min(step, min(high, peek_int64(table + HIGH)) - first)
             if keys > 0 and peek_int64(table + LOW) < first + step:
-                tile = Tile(batch, (start + i) // tiles, first, keys)
+                tile = Tile(batch, (first_block + i) // tiles, first, keys)
                 after, at = (i + 1, first) if i + 1 < count else (0, first + step)
-                later = Tile(batch, (start + after) // tiles, at, max(0, min(step, high - at)))
-                _decode_keys(kind, call, own, tile, later)
+                later = Tile(batch, (first_block + after) // tiles, at, max(0, min(step, high - at)))
+                _decode_keys(kind, call, scratch, own, tile, later)
 
 
 @native
@@ -216,18 +219,18 @@ def _reads_keys_directly(kind: Kind, call: int) -> bool:
 
 
 @native
-def _decode_keys(kind: Kind, call: int, scratch: int, tile: Tile, later: Tile) -> None:
-    """One tile of keys for one block; `later` is the next that will be read."""
-    table, width = scratch + field(call, AT_ROWS), lanes(kind)
+def _decode_keys(kind: Kind, call: int, scratch: int, own: int, tile: Tile, later: Tile) -> None:
+    """One tile of keys for one block; `later` is what most likely will be read next."""
+    table, width = own + field(call, AT_ROWS), lanes(kind)
     scores, spare = scratch + field(call, AT_SCORES), scratch + field(call, AT_BIAS)
-    out, out_row = scratch + field(call, AT_OUT), _out_row(kind, call)
+    out, out_row = own + field(call, AT_OUT), _out_row(kind, call)
     rows, first, keys = peek_int64(table + COUNT), tile.first, tile.keys
     narrow = is_narrow(kind, call, table, first, keys, rows)
     if narrow:
         width = narrow_width(kind, rows)
     row = width * compute_size(kind)
     listed = _list_rows(kind, call, scratch, KEY, tile, later)
-    _score_keys(kind, call, scratch, listed, keys, rows, row)
+    _score_keys(kind, call, scratch, own, listed, keys, rows, row)
     if narrow:
         moved = narrow_softmax(kind, call, table, scores, keys, width)
     else:
@@ -242,14 +245,16 @@ def _decode_keys(kind: Kind, call: int, scratch: int, tile: Tile, later: Tile) -
         accumulate_exactly(kind, call, table, scores, width, out, out_row, size, batch, kv_head, first, keys)
         return
     listed = _list_rows(kind, call, scratch, VALUE, tile, later)
-    _weigh_values(kind, call, scratch, listed, keys, rows, row)
+    _weigh_values(kind, call, scratch, own, listed, keys, rows, row)
 
 
 @native
-def _score_keys(kind: Kind, call: int, scratch: int, listed: int, keys: int, rows: int, row: int) -> None:
+def _score_keys(
+    kind: Kind, call: int, scratch: int, own: int, listed: int, keys: int, rows: int, row: int
+) -> None:
     """Scores of a tile of keys, wherever their rows lie; those of a key take `row` bytes."""
     scores, head_dim = scratch + field(call, AT_SCORES), field(call, HEAD_DIM)
-    query, query_row, step = scratch + field(call, AT_QUERY), _query_row(kind, call), field(call, KEY + 4)
+    query, query_row, step = own + field(call, AT_QUERY), _query_row(kind, call), field(call, KEY + 4)
     ahead = listed + 8 * _rows_ahead(kind, call, KEY)
     if _reads_keys_directly(kind, call):
         length = head_dim * itemsize(kind)
@@ -260,10 +265,12 @@ def _score_keys(kind: Kind, call: int, scratch: int, listed: int, keys: int, row
 
 
 @native
-def _weigh_values(kind: Kind, call: int, scratch: int, listed: int, keys: int, rows: int, row: int) -> None:
+def _weigh_values(
+    kind: Kind, call: int, scratch: int, own: int, listed: int, keys: int, rows: int, row: int
+) -> None:
     """O += P V for a tile of keys; the probabilities of a key take `row` bytes."""
     scores = scratch + field(call, AT_SCORES)
-    out, out_row, step = scratch + field(call, AT_OUT), _out_row(kind, call), field(call, VALUE + 4)
+    out, out_row, step = own + field(call, AT_OUT), _out_row(kind, call), field(call, VALUE + 4)
     value_dim, vectors = field(call, VALUE_DIM), padded(kind, field(call, VALUE_DIM)) // lanes(kind)
     ahead = listed + 8 * _rows_ahead(kind, call, VALUE)
     if value_dim % lanes(kind) == 0 and step == itemsize(kind):
@@ -321,8 +328,8 @@ def _keep(kind: Kind, call: int, scratch: int, number: int) -> None:
 def merge(kind: Kind, call: int, scratch: int, task: int) -> None:
     """Combines the states of every split of one vector of rows, in order, and finishes the rows."""
     place = place_of(call, task, field(call, KV_HEADS) * field(call, TILES))
-    batch, kv_head = place.batch, place.local // place.tiles
-    start_row, first = place.local % place.tiles * lanes(kind), place.start + place.local
+    batch, first = place.batch, place.start + place.local
+    kv_head, start_row = _rows_of_block(kind, place.local, place.tiles)
     blocks = field(call, KV_HEADS) * place.tiles
     step = score_factor(call) * LOG2_E
     table, size, one = scratch + field(call, AT_ROWS), compute_size(kind), vector_size(kind)

@@ -57,7 +57,7 @@ def _per_block(kind: Kind, rows: int) -> int:
     return max(1, kind.lanes // rows)
 
 
-def number_at(b: ir.IRBuilder, listed: ir.Value, i: int) -> ir.Value:
+def _number_at(b: ir.IRBuilder, listed: ir.Value, i: int) -> ir.Value:
     return b.load(pointer(b, b.add(listed, ir.Constant(I64, 8 * i)), I64), align=8)
 
 
@@ -69,7 +69,7 @@ def numbers(count: Callable[[Kind], int]) -> Any:
         n = count(kind.kind)
 
         def gen(ctx: Any, b: Any, sig: Any, args: Any) -> Any:
-            return cgutils.pack_array(b, [number_at(b, args[1], i) for i in range(n)])
+            return cgutils.pack_array(b, [_number_at(b, args[1], i) for i in range(n)])
 
         return types.UniTuple(types.int64, n)(kind, types.int64), gen
 
@@ -94,9 +94,9 @@ _ask_4, _ask_1 = _ask_lines(4), _ask_lines(1)
 @native
 def ask_for(rows: int, count: int, start: int, end: int) -> None:
     """Asks for the bytes [start, end) of each of `count` listed rows, in one burst."""
+    whole = start + (end - start) // (4 * LINE) * (4 * LINE)
     for i in range(count):
         row = peek_int64(rows + 8 * i)
-        whole = start + (end - start) // (4 * LINE) * (4 * LINE)
         for shift in range(start, whole, 4 * LINE):
             _ask_4(row + shift)
         for shift in range(whole, end, LINE):
@@ -220,7 +220,7 @@ def _make_dots(rows: int) -> Any:
         Meanwhile `asked` rows are asked for.
         """
         sums, keys = _no_sums(kind), block(kind, listed)
-        chunk = BURST // (lanes(kind) // rows) * LINE
+        chunk = BURST // max(1, lanes(kind) // rows) * LINE
         for start in range(0, length, chunk):
             end = min(start + chunk, length)
             ask_for(ahead, asked, start, end)

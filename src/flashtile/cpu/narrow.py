@@ -14,12 +14,12 @@ from typing import Any
 from llvmlite import ir
 from numba.extending import intrinsic
 
-from .call import BIAS, DROPOUT, MASK, SLOPES, field
+from .call import DROPOUT, SLOPES, field
 from .exponential import exp2
 from .kinds import I32, Kind, compute_size, lanes, vector_size
 from .native import native
 from .rows import FACTOR, ROW_MAX, ROW_SUM
-from .scores import LOG2_E, is_full, scale_scores, score_factor, whole_quads
+from .scores import LOG2_E, hides_some, scale_scores, score_factor, whole_quads
 from .simd import any_lane, load, maximum, poke, select, splat, store
 
 
@@ -34,9 +34,8 @@ def narrow_width(kind: Kind, rows: int) -> int:
 @native
 def is_narrow(kind: Kind, call: int, table: int, start: int, keys: int, rows: int) -> bool:
     """Whether the keys [start, start + keys) may share vectors."""
-    plain = field(call, BIAS) == 0 and field(call, MASK) == 0 and field(call, SLOPES) == 0
-    shared = narrow_width(kind, rows) < lanes(kind)
-    return shared and plain and field(call, DROPOUT) == 0 and is_full(table, start, keys)
+    plain = field(call, SLOPES) == 0 and field(call, DROPOUT) == 0
+    return narrow_width(kind, rows) < lanes(kind) and plain and not hides_some(call, table, start, keys)
 
 
 @native

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ..problem import AttentionProblem
+    from .ragged import Integers
 
 KINDS = {
     torch.float64: FLOAT64,
@@ -35,9 +36,9 @@ def tile_keys(head_dim: int, value_dim: int) -> int:
     return 128 if max(head_dim, value_dim) <= 256 else 64
 
 
-def lay_out(call: array[int], parts: dict[int, int]) -> int:
-    """Places the parts of scratch memory one behind the other on 64-byte boundaries; returns the size."""
-    total = 0
+def lay_out(call: array[int], parts: dict[int, int], start: int = 0) -> int:
+    """Places the parts of scratch memory one behind the other on 64-byte boundaries; returns their end."""
+    total = start
     for part, size in parts.items():
         call[part] = total
         total += (size + 63) // 64 * 64
@@ -72,7 +73,8 @@ _PLANS = 512
 # More queries go in tiles. Heads of a group do not count: no row's bits depend on other heads.
 _DECODE_QUERIES = 8
 _DECODE_SPLIT_KEYS = 1024
-_NEAR_BYTES = 2**16  # from head to head: rows farther apart share neither pages of memory nor early requests
+# So many heads that lie at most so many bytes apart are decoded together. Farther apart, nothing is gained.
+_TOGETHER, _NEAR_BYTES = 8, 2**16
 
 
 def plan_of(problem: AttentionProblem, out: Tensor, lse: Tensor) -> Plan:
@@ -130,7 +132,7 @@ def _plan(problem: AttentionProblem, out: Tensor, lse: Tensor, keys: int | None)
         tiles, splits = _decode_tiles(kind, call, query_length), _decode_splits(keys)
         call[c.TILES], call[c.SPLITS] = int(tiles), int(splits)
         blocks = call[c.KV_HEADS] * call[c.TILES]
-        together = _together(call, blocks, batch * blocks * call[c.SPLITS])
+        together = _together(call, *(np.full(batch, x) for x in (blocks, query_length, keys)))
         tasks = batch * -(-blocks // together) * call[c.SPLITS]
         merged = batch * blocks if splits > 1 else 0
         return _plan_decode(kind, call, call, together, tasks, batch * blocks * call[c.SPLITS], merged, work)
@@ -156,11 +158,15 @@ def _decode_splits(keys: Any) -> Any:
     return np.maximum(1, -(-keys // _DECODE_SPLIT_KEYS))
 
 
-def _together(call: array[int], blocks: int, states: int) -> int:
-    """How many of so many blocks of a sequence a task decodes, while every thread has several tasks."""
-    if call[c.KEY + 2] > _NEAR_BYTES:
+def _together(call: array[int], blocks: Integers, queries: Integers, keys: Integers) -> int:
+    """How many blocks of a sequence a task decodes, so that its work is a fraction of each thread's share."""
+    far = max(call[c.KEY + 2], call[c.VALUE + 2]) > _NEAR_BYTES
+    if far or call[c.FIRST] or call[c.LAST]:  # how many keys intervals leave only the kernels know
         return 1
-    return max(1, min(blocks, states // (4 * torch.get_num_threads())))
+    seen = np.clip(call[c.UPPER] - call[c.LOWER] + queries, 0, keys)
+    longest = min(_DECODE_SPLIT_KEYS, int(seen.max(initial=1)))
+    share = int(np.dot(blocks, seen)) // (4 * torch.get_num_threads() * max(1, longest))
+    return max(1, min(int(blocks.max(initial=1)), _TOGETHER, share))
 
 
 def _forward_step(kind: Kind, call: array[int], tasks: int, work: float) -> Step:
@@ -197,19 +203,17 @@ def _plan_decode(
     """
     size, keys = kind.compute_size, call[c.TILE_KEYS]
     key_row, value_row = row_room(kind, call[c.HEAD_DIM]) * size, row_room(kind, call[c.VALUE_DIM]) * size
-    parts = {
-        c.AT_ROWS: TABLE_BYTES,
-        c.AT_QUERY: kind.lanes * key_row,
-        c.AT_OUT: kind.lanes * value_row,
+    own = {c.AT_ROWS: TABLE_BYTES, c.AT_QUERY: kind.lanes * key_row, c.AT_OUT: kind.lanes * value_row}
+    shared = {
         c.AT_KEY: keys * key_row,
         c.AT_VALUE: keys * value_row,
         c.AT_ADDRESSES: 2 * 2 * 8 * keys,  # of K and V: a tile, and at most as many rows ahead
         **dict.fromkeys((c.AT_SCORES, c.AT_BIAS), keys * kind.lanes * size),
     }
     for one in (call, merge_call):
-        one[c.AT_NEXT], one[c.SPLIT_KEYS] = lay_out(one, parts), _DECODE_SPLIT_KEYS
-    call[c.TOGETHER], scratch = together, call[c.AT_NEXT]
-    step = Step(entry(decode, kind), call, tasks, scratch * together, work)
+        one[c.AT_NEXT], one[c.TOGETHER], one[c.SPLIT_KEYS] = lay_out(one, own), together, _DECODE_SPLIT_KEYS
+        scratch = lay_out(one, shared, together * one[c.AT_NEXT])
+    step = Step(entry(decode, kind), call, tasks, scratch, work)
     if merged == 0:
         return Plan((step,), 0)
     space = kind.lanes * (2 * size + value_row) * states
@@ -233,7 +237,7 @@ def _plan_ragged(kind: Kind, call: array[int], sequences: Sequences, per_pair: f
         splits = _decode_splits(keys)
         blocks = heads * tiles
         states = blocks * splits
-        together = _together(call, int(blocks.max()), int(states.sum()))
+        together = _together(call, blocks, queries, keys)
         parts = schedule(sequences, -(-blocks // together) * splits, tiles, splits, states)
         whole = schedule(sequences, np.where(splits > 1, blocks, 0), tiles, splits, states)
         calls = _scheduled(call, parts), _scheduled(call, whole)

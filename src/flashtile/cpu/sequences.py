@@ -123,7 +123,7 @@ class Place(NamedTuple):
     local: int  # the task's number within its sequence
     tiles: int  # tiles of rows of each key head
     splits: int  # splits of keys of each key head
-    start: int  # what the sequences before it take of SPACE: its `places` in the schedule, or splits
+    start: int  # what the sequences before it take of SPACE: its `places` in the schedule, or states
     before: int  # the same local task of the sequence before it in a schedule, -1 if there is none
 
 
@@ -133,8 +133,8 @@ def place_of(call: int, task: int, units: int) -> Place:
     table, tiles, splits = field(call, SCHEDULE), field(call, TILES), field(call, SPLITS)
     if table == 0:
         batch = task // units
-        before = batch * field(call, KV_HEADS) * tiles * splits
-        return Place(batch, task % units, tiles, splits, before, -1)
+        start = batch * field(call, KV_HEADS) * tiles * splits
+        return Place(batch, task % units, tiles, splits, start, -1)
     size = 8 * SCHEDULE_FIELDS
     low, high = 0, field(call, SCHEDULE_ROWS)
     while high - low > 1:

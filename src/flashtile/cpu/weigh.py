@@ -50,35 +50,40 @@ def _make_weigh(rows: int, columns: int, group: int) -> Any:
         return t(kind, t, types.int64, types.int64, addresses, types.int64), gen
 
     zeros, add_tile, _, _ = tile_operations(rows, columns)
+    listed = numbers(lambda kind: group)
 
+    # Inlined, like its caller: it is called for every few vectors of every group.
     @native(forceinline=True)
     def weigh(
         kind: Kind,
         weights: int,
         weight_row: int,
-        values: Any,
+        values: int,
+        keys: int,
         first: int,
         last: int,
         out: int,
         out_row: int,
     ) -> None:
-        """Vectors [first, last) in steps of `columns`."""
+        """Vectors [first, last) in steps of `columns`; a multiple of `group` keys."""
         for column in range(first, last, columns):
-            shift = column * lanes(kind) * itemsize(kind)
-            tile = step(kind, zeros(kind), weights, weight_row, values, shift)
+            shift, tile = column * lanes(kind) * itemsize(kind), zeros(kind)
+            for key in range(0, keys, group):
+                tile = step(
+                    kind, tile, weights + key * weight_row, weight_row, listed(kind, values + 8 * key), shift
+                )
             add_tile(kind, tile, out + column * vector_size(kind), out_row)
 
     return weigh
 
 
 def _make_weigh_group(group: int) -> Any:
-    """O += P V for `group` keys and any number of rows and vectors."""
+    """O += P V for up to _GROUP keys, `group` at a time, and any number of rows and vectors."""
     # Vectors of V beside 4 rows of sums: what 16 registers, or 32, have room for.
     wide = 2 if TARGET.vector_bytes == 32 else 4
     weigh_4_wide, weigh_4_1, weigh_1_wide, weigh_1_1 = (
         _make_weigh(r, c, group) for r, c in ((4, wide), (4, 1), (1, wide), (1, 1))
     )
-    listed = numbers(lambda kind: group)
 
     @native(forceinline=True)
     def weigh_group(
@@ -87,31 +92,32 @@ def _make_weigh_group(group: int) -> Any:
         weight_row: int,
         values: int,
         ahead: int,
+        keys: int,
         rows: int,
         vectors: int,
         out: int,
         out_row: int,
     ) -> None:
-        size, fours, v = compute_size(kind), rows // 4 * 4, listed(kind, values)
+        size, fours = compute_size(kind), rows // 4 * 4
         number = lanes(kind) * itemsize(kind)
-        step = BURST // group * LINE // number
+        step = BURST // _GROUP * LINE // number
         for first in range(0, vectors, step):
             last = min(first + step, vectors)
             whole = first + (last - first) // wide * wide
-            ask_for(ahead, group, first * number, last * number)
+            ask_for(ahead, keys, first * number, last * number)
             for row in range(0, fours, 4):
                 p, to = weights + row * size, out + row * out_row
-                weigh_4_wide(kind, p, weight_row, v, first, whole, to, out_row)
-                weigh_4_1(kind, p, weight_row, v, whole, last, to, out_row)
+                weigh_4_wide(kind, p, weight_row, values, keys, first, whole, to, out_row)
+                weigh_4_1(kind, p, weight_row, values, keys, whole, last, to, out_row)
             for row in range(fours, rows):
                 p, to = weights + row * size, out + row * out_row
-                weigh_1_wide(kind, p, weight_row, v, first, whole, to, out_row)
-                weigh_1_1(kind, p, weight_row, v, whole, last, to, out_row)
+                weigh_1_wide(kind, p, weight_row, values, keys, first, whole, to, out_row)
+                weigh_1_1(kind, p, weight_row, values, keys, whole, last, to, out_row)
 
     return weigh_group
 
 
-_weigh_group, _weigh_one = _make_weigh_group(_GROUP), _make_weigh_group(1)
+_weigh_group, _weigh_rest = _make_weigh_group(_GROUP), _make_weigh_group(1)
 
 
 @native
@@ -134,7 +140,8 @@ def weigh_rows(
     whole = keys // _GROUP * _GROUP
     for first in range(0, whole, _GROUP):
         p, v, later = weights + first * weight_row, values + 8 * first, ahead + 8 * first
-        _weigh_group(kind, p, weight_row, v, later, rows, vectors, out, out_row)
-    for key in range(whole, keys):
-        p, v, later = weights + key * weight_row, values + 8 * key, ahead + 8 * key
-        _weigh_one(kind, p, weight_row, v, later, rows, vectors, out, out_row)
+        _weigh_group(kind, p, weight_row, v, later, _GROUP, rows, vectors, out, out_row)
+    if whole < keys:
+        # Summed as in a group, whose other keys a row does not see: a row's bits are its own.
+        p, v, later = weights + whole * weight_row, values + 8 * whole, ahead + 8 * whole
+        _weigh_rest(kind, p, weight_row, v, later, keys - whole, rows, vectors, out, out_row)
