@@ -207,6 +207,8 @@ class TestCheck:
         bad = check.Verdict("causal", "float32", 1e-3, 1e-6, "lse")
         text = check.report([good, bad])
         assert "1 of 2 passed" in text
+        assert "Delete the compiled kernels in" in text
+        assert "Delete" not in check.report([good])
         assert "FAILED causal, float32: lse: 1.00e-03, allowed 1.00e-06" in text
 
 

@@ -465,6 +465,14 @@ REFUSALS = [
         "key_cache and value_cache must have a number of heads that divides",
     ),
     ({"query": QUERY[:1]}, ValueError, "key_cache must have the batch size of query, 1, without batch_index"),
+    (
+        {
+            name: tensor.transpose(1, 2) if name != "cache_lengths" else tensor
+            for name, tensor in APPEND.items()
+        },
+        ValueError,
+        r"key must be \(batch, heads, length, head_dim\) = .*, length, .*; pass tensor.transpose\(1, 2\) of",
+    ),
     ({"cache_lengths": [1, 2, 3]}, ValueError, "cache_lengths must have one number per sequence, 2"),
     (
         {"cache_lengths": [1, 21]},
@@ -475,7 +483,7 @@ REFUSALS = [
     (
         {**APPEND, "cache_lengths": [4, 18]},
         ValueError,
-        r"must be in 0\.\.17, .* less 3 new keys, got \[4, 18\]",
+        r"must be in 0\.\.17, .* less 3 to append, got \[4, 18\]",
     ),
     (
         {"key": NEW, "cache_lengths": 3},
@@ -516,7 +524,7 @@ REFUSALS = [
     (
         {**APPEND, "key": NEW[0]},
         ValueError,
-        r"key must be .* = \(2, 2, new length, 8\), got shape \(2, 3, 8\)",
+        r"key must be .* = \(2, 2, length, 8\), got shape \(2, 3, 8\)",
     ),
     (
         {"rotary_cos": torch.rand(9, 4)},

@@ -125,9 +125,21 @@ def check_shapes(
     if heads != kv_heads and (kv_heads == 0 or heads % kv_heads):
         raise ValueError(
             f"{names[0]} and {names[1]} must have a number of heads that divides query's {heads}, "
-            f"got {shape_of(key)}; if dimension {heads_at[1] % key.dim()} of these tensors is the length, "
-            f"pass tensor.transpose({'0, 1' if key.dim() == 3 else '1, 2'})"
+            f"got {shape_of(key)}{_other_layout(query, key, heads_at)}"
         )
+
+
+def _other_layout(query: Tensor, key: Tensor, heads_at: tuple[int, int]) -> str:
+    """A hint, where heads would agree if key, or both, had heads and lengths the other way round."""
+    swapped = [(0, 1) if tensor.dim() == 3 else (1, 2) for tensor in (query, key)]
+    heads, kv_heads = (
+        tensor.shape[sum(pair) - at % tensor.dim()]
+        for tensor, pair, at in zip((query, key), swapped, heads_at, strict=True)
+    )
+    if kv_heads == 0 or (heads % kv_heads and query.shape[heads_at[0]] % kv_heads):
+        return ""
+    length_at, dims = heads_at[1] % key.dim(), ", ".join(map(str, swapped[1]))
+    return f"; if dimension {length_at} of these tensors is the length, pass tensor.transpose({dims})"
 
 
 def autocast(
@@ -225,8 +237,8 @@ def _checked_mask(mask: object, query: Tensor, sizes: Sizes, three_dims: bool) -
 def _checked_bias(bias: Tensor, query: Tensor, sizes: Sizes, three_dims: bool) -> Tensor:
     check_tensor("bias", bias)
     if bias.dtype != query.dtype:
-        hint = "; pass a bool mask as mask" if bias.dtype == torch.bool else ""
-        raise TypeError(f"bias must have the dtype of query, {query.dtype}, got {bias.dtype}{hint}")
+        hint = "pass a bool mask as mask" if bias.dtype == torch.bool else f"pass bias.to({query.dtype})"
+        raise TypeError(f"bias must have the dtype of query, {query.dtype}, got {bias.dtype}; {hint}")
     return _broadcastable("bias", bias, query, sizes, three_dims)
 
 

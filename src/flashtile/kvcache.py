@@ -307,7 +307,7 @@ def _checked_append(
         new = key.shape[2]
         _check_new("value", value, query, value_cache, new)
     if values_known(place.lengths):
-        what = f"the {place.capacity} places of the cache" + (f" less {new} new keys" if new else "")
+        what = f"the {place.capacity} places of the cache" + (f" less {new} to append" if new else "")
         check_range("cache_lengths", place.lengths, 0, place.capacity - new, what)
         if place.block_table is not None and values_known(place.block_table):
             check_block_table(place.block_table, place.lengths + new, key_cache.shape[2], key_cache.shape[0])
@@ -322,13 +322,15 @@ def _check_new(name: str, tensor: Tensor, query: Tensor, cache: Tensor, length: 
     check_tensor(name, tensor)
     check_alike(name, tensor, query)
     batch, heads, head_dim = query.shape[0], cache.shape[1], cache.shape[3]
+    wanted = "length" if length is None else length
     if tensor.dim() == 4 and length is None:
         length = tensor.shape[2]
     if tensor.shape != (batch, heads, length, head_dim):
-        rows = "new length" if length is None else length
+        beside = tensor.dim() == 4 and tensor.shape[2] == heads != tensor.shape[1]
+        hint = "; pass tensor.transpose(1, 2) of (batch, length, heads, head_dim)" if beside else ""
         raise ValueError(
-            f"{name} must be (batch, heads, length, head_dim) = ({batch}, {heads}, {rows}, {head_dim}), "
-            f"got {shape_of(tensor)}"
+            f"{name} must be (batch, heads, length, head_dim) = ({batch}, {heads}, {wanted}, {head_dim}), "
+            f"got {shape_of(tensor)}{hint}"
         )
     if any(stride == 0 and size > 1 for size, stride in zip(cache.shape, cache.stride(), strict=True)):
         raise ValueError(f"{name}_cache must not be expanded where {name} is appended, got stride 0")

@@ -319,6 +319,20 @@ def test_what_is_refused_is_named_and_nothing_is_written(name, call):
         assert torch.equal(call[cache], untouched)
 
 
+@pytest.mark.parametrize(
+    ("call", "shape"),
+    [
+        (REFUSED["k_cache"][3], r"\(2, 20, 3, 16\)"),
+        (halved(new=1, k=torch.randn(2, 2, 1, 16)), r"\(2, 2, 1, 16\)"),
+    ],
+)
+def test_shapes_that_do_not_fit_are_shown_as_passed(call, shape):
+    with pytest.raises(
+        InputError, match=rf"must be \(batch, length, heads, head_dim\).*, got shape {shape}$"
+    ):
+        flash_attn_with_kvcache(**call)
+
+
 @pytest.mark.filterwarnings("ignore:.*:DeprecationWarning")
 @pytest.mark.parametrize("paged", [False, True])
 @pytest.mark.parametrize(

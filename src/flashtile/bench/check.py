@@ -13,6 +13,7 @@ from torch import Tensor
 import flashtile
 from flashtile import masks, reference
 from flashtile.bench.console import Progress, styled, table
+from flashtile.cache_folder import folder
 from flashtile.problem import AttentionProblem, compute_dtype
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -214,6 +215,11 @@ def report(verdicts: list[Verdict]) -> str:
             why = verdict.failure or f"{verdict.worst}: {verdict.error:.2e}, allowed {verdict.allowed:.2e}"
             lines.append(styled(f"  FAILED {verdict.trial}, {verdict.dtype}: {why}", "red"))
     passed = sum(verdict.passed for verdict in verdicts)
+    if passed < len(verdicts):
+        lines.append(
+            f"\n  Delete the compiled kernels in {folder()} and check again. What still fails is a bug:"
+            "\n  please report it with what `flashtile info` says."
+        )
     lines.append(
         f"\n  {passed} of {len(verdicts)} passed: largest error of output, LSE and gradients against float64;"
     )

@@ -102,6 +102,7 @@ def attend_cache(
     for name, tensor in given.items():
         if tensor is not None or name not in "kv":
             check_layout(name, tensor, layout)
+    _check_heads(q, k_cache, k, v, layout)
     query, keys, values = (tensor.transpose(1, 2) for tensor in (q, k_cache, v_cache))
     if block_table is None and cache_batch_idx is None:  # the first entries of a larger cache
         keys, values = keys[: q.shape[0]], values[: q.shape[0]]
@@ -128,6 +129,22 @@ def attend_cache(
         return_lse=True,
     )
     return out.transpose(1, 2), lse
+
+
+def _check_heads(q: Tensor, k_cache: Tensor, k: Tensor | None, v: Tensor | None, layout: str) -> None:
+    """What fits together in this layout, refused with shapes as they were passed."""
+    heads, kv_heads = q.shape[2], k_cache.shape[2]
+    if heads != kv_heads and (kv_heads == 0 or heads % kv_heads):
+        raise InputError(
+            f"k_cache and v_cache must be {layout}, their number of heads a divisor of q's {heads}, "
+            f"got shape {tuple(k_cache.shape)}"
+        )
+    for name, tensor in (("k", k), ("v", v)):
+        if tensor is not None and (tensor.shape[0] != q.shape[0] or tensor.shape[2] != kv_heads):
+            raise InputError(
+                f"{name} must be {layout} = ({q.shape[0]}, length, {kv_heads}, head_dim), "
+                f"got shape {tuple(tensor.shape)}"
+            )
 
 
 def _with_seed(options: Options, query: Tensor) -> Options:

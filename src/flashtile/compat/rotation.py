@@ -22,6 +22,9 @@ def rotated(
     cos, sin, interleaved = tables
     if cos is None and sin is None:
         return query, key
+    if cos is None or sin is None:
+        missing, given = ("cos", "sin") if cos is None else ("sin", "cos")
+        raise InputError(f"rotary_{missing} must be given together with rotary_{given}, got None")
     if key is None:
         raise InputError("k must be given together with rotary_cos and rotary_sin, got None")
     if cache_seqlens is None:
