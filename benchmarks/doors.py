@@ -2,6 +2,7 @@
 
     python -m benchmarks.doors --quick            short sequences: does everything work?
     python -m benchmarks.doors --cases cache      only cases whose name holds this word
+    python -m benchmarks.doors --output benchmarks/results/doors_avx2.json     where there is no AVX-512
     python -m benchmarks.readme                   the numbers into docs/performance.md
 
 One process, calls interleaved, medians. Every call is first compared with flashtile's own. Writes doors.json.

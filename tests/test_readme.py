@@ -180,7 +180,7 @@ def test_only_the_places_between_the_marks_change(found, found_doors, found_para
         readme.main([*options, "--readme", str(tmp_path / "README.md"), "--docs", str(tmp_path)])
         written = target.read_text()
         assert written.startswith(f"before\n{readme.BEGIN}\nSome CPU")
-        assert f"|\n{readme.END}\nbetween\n{readme.DOORS_BEGIN}\nSome CPU" in written
+        assert f"|\n{readme.END}\nbetween\n{readme.DOORS_BEGIN}\nReading alone" in written
         assert written.endswith(f"|\n{readme.DOORS_END}\nafter\n")
         assert written.count("Some CPU") == 2
         assert "old" not in written
