@@ -232,6 +232,19 @@ def test_sinks_that_are_infinite():
         check(random_problem(query_length=queries, sinks=sinks, upper=-2))
 
 
+@pytest.mark.parametrize(("queries", "keys"), [(1, 40), (1, 1100), (40, 1100)])
+def test_a_sink_of_infinity_takes_everything(dtype, queries, keys):
+    sinks = torch.tensor([math.inf, 0.0], dtype=compute_dtype(dtype))
+    problem = random_problem(
+        batch=1, heads=2, kv_heads=1, query_length=queries, key_length=keys, dtype=dtype, sinks=sinks
+    )
+    found = decode_shapes.decoded(problem)
+    assert (found["out"][:, 0] == 0).all()
+    assert (found["lse"][:, 0] == math.inf).all()
+    other = dataclasses.replace(problem, query=problem.query[:, 1:], sinks=sinks[1:])
+    assert_close_to_oracle({name: tensor[:, 1:] for name, tensor in found.items()}, other)
+
+
 @pytest.mark.parametrize("layout", ALL_LAYOUTS)
 @pytest.mark.parametrize("size", SIZES)
 def test_layouts_of_inputs(dtype, size, layout):

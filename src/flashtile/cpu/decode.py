@@ -348,7 +348,8 @@ def merge(kind: Kind, call: int, scratch: int, task: int) -> None:
             row_max, row_sum = peek(kind, state + r * size), peek(kind, state + one + r * size)
             if row_max == -math.inf and not math.isnan(row_sum):  # nothing seen in this split
                 continue
-            factor = 2.0 ** ((row_max - largest) * step)
+            # Both may be infinite, by a sink that takes everything.
+            factor = 1.0 if row_max == largest else 2.0 ** ((row_max - largest) * step)
             total += row_sum * factor
             source, target = state + 2 * one + r * out_row, out + r * out_row
             weight = splat(kind, factor)
