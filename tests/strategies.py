@@ -103,9 +103,10 @@ def lay_out(tensor: Tensor, layout: str) -> Tensor:
 
 
 def with_layout(problem: AttentionProblem, layout: str) -> AttentionProblem:
-    """The same problem, its inputs and bias laid out so."""
-    names = ("query", "key", "value", "bias")
-    return dataclasses.replace(problem, **{name: lay_out(getattr(problem, name), layout) for name in names})
+    """The same problem, its inputs and its bias, if it has one, laid out so."""
+    given = {name: getattr(problem, name) for name in ("query", "key", "value", "bias")}
+    laid_out = {name: lay_out(tensor, layout) for name, tensor in given.items() if tensor is not None}
+    return dataclasses.replace(problem, **laid_out)
 
 
 def problem_in_layout(sizes: tuple[int, int, int, int], dtype: torch.dtype, layout: str) -> AttentionProblem:

@@ -122,11 +122,24 @@ def check_shapes(
             f"got {shape_of(value)}"
         )
     heads, kv_heads = query.shape[heads_at[0]], key.shape[heads_at[1]]
-    if heads != kv_heads and (kv_heads == 0 or heads % kv_heads):
+    if not heads_share(heads, kv_heads):
         raise ValueError(
             f"{names[0]} and {names[1]} must have a number of heads that divides query's {heads}, "
             f"got {shape_of(key)}{_other_layout(query, key, heads_at)}"
         )
+
+
+def heads_share(heads: int, kv_heads: int) -> bool:
+    """Whether every key head belongs to as many query heads as any other."""
+    return heads == kv_heads or (kv_heads > 0 and heads % kv_heads == 0)
+
+
+def check_together(**pair: object) -> None:
+    """Refuses one of two arguments without the other."""
+    missing = [name for name, value in pair.items() if value is None]
+    if len(missing) == 1:
+        given = next(name for name in pair if name not in missing)
+        raise ValueError(f"{missing[0]} must be given together with {given}, got None")
 
 
 def _other_layout(query: Tensor, key: Tensor, heads_at: tuple[int, int]) -> str:

@@ -15,6 +15,7 @@ from flashtile.arguments import (
     check_alike,
     check_shapes,
     check_tensor,
+    check_together,
     checked_intervals,
     checked_options,
     refuse_gradients,
@@ -296,9 +297,7 @@ def _checked_append(
 
     Checks the new rows, and that the cache has the places that are read and written.
     """
-    if (key is None) != (value is None):
-        missing, given = ("key", "value") if key is None else ("value", "key")
-        raise ValueError(f"{missing} must be given together with {given}, got None")
+    check_together(key=key, value=value)
     new = 0
     if key is not None and value is not None:
         if full:
@@ -379,9 +378,9 @@ def _kept_apart(place: _Place, entries: Tensor, rows: Tensor, cache: Tensor) -> 
 def _checked_rotary(
     query: Tensor, cos: Tensor | None, sin: Tensor | None, total: Tensor
 ) -> tuple[Tensor, Tensor]:
-    if cos is None or sin is None:
-        missing, given = ("cos", "sin") if cos is None else ("sin", "cos")
-        raise ValueError(f"rotary_{missing} must be given together with rotary_{given}, got None")
+    check_together(rotary_cos=cos, rotary_sin=sin)
+    assert cos is not None
+    assert sin is not None
     rotary.check_tables(query, cos, sin, ("rotary_cos", "rotary_sin"))
     length = query.shape[2]
     if values_known(total) and total.numel():

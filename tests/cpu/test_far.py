@@ -13,6 +13,7 @@ from flashtile.cpu.kinds import FLOAT32
 from flashtile.problem import AttentionProblem
 from tests.oracle import random_gradients, random_problem, results_of_backend
 from tests.packing import packed, packed_problem
+from tests.strategies import lay_out, with_layout
 
 MANY = 32 * COLUMNS * FLOAT32.lanes  # queries that pass over the keys
 
@@ -79,12 +80,8 @@ def test_the_bits_stay(copies, dtype):
     expected = results_of_backend(engine, near, *upstream)
     assert copies
     assert not any(copies)
-    strided = {
-        name: getattr(near, name).transpose(1, 2).contiguous().transpose(1, 2)
-        for name in ("query", "key", "value")
-    }
-    grad_out = upstream[0].transpose(1, 2).contiguous().transpose(1, 2)
-    found = results_of_backend(engine, dataclasses.replace(near, **strided), grad_out, upstream[1])
+    grad_out = lay_out(upstream[0], "transposed")
+    found = results_of_backend(engine, with_layout(near, "transposed"), grad_out, upstream[1])
     assert sum(copies) == 2 + 4  # keys and values forward; queries and upstream gradients too backward
     for name, tensor in expected.items():
         assert torch.equal(found[name], tensor), name

@@ -26,7 +26,7 @@ from tests.oracle import (
     results_by_autograd,
     results_of_backend,
 )
-from tests.strategies import ALL_LAYOUTS, LAYOUTS, lay_out, problem_in_layout
+from tests.strategies import ALL_LAYOUTS, LAYOUTS, lay_out, problem_in_layout, with_layout
 
 # batch, query heads, query length, key length. Few queries take the decode kernel, 1030 keys in two splits.
 SIZES = {"tiles": (2, 4, 33, 131), "decode": (2, 4, 2, 1030)}
@@ -114,8 +114,7 @@ def test_decode_of_heads_and_tiles_that_see_different_keys(dtype):
         batch=1, heads=24, kv_heads=2, query_length=6, key_length=2500, head_dim=16, dtype=dtype, lower=1021,
         upper=2044,
     )  # fmt: skip
-    key, value = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (apart.key, apart.value))
-    beside = dataclasses.replace(apart, key=key, value=value)
+    beside = with_layout(apart, "transposed")
     found = {}
     for name, problem, threads in (("apart", apart, 1), ("few threads", beside, 1), ("many", beside, 32)):
         torch.set_num_threads(threads)
@@ -133,8 +132,7 @@ def test_intervals_leave_every_head_a_task_of_its_own(dtype):
         batch=1, heads=8, kv_heads=8, query_length=1, key_length=9000, head_dim=8, dtype=dtype,
         first=torch.full((1, 1), 8500, dtype=torch.int32), last=torch.full((1, 1), 9000, dtype=torch.int32),
     )  # fmt: skip
-    key, value = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (problem.key, problem.value))
-    problem = dataclasses.replace(problem, key=key, value=value)
+    problem = with_layout(problem, "transposed")
     found = decode_shapes.decoded(problem)
     assert plans.plan_of(problem, found["out"], found["lse"]).steps[0].call[c.TOGETHER] == 1
     assert_close_to_oracle(found, problem)

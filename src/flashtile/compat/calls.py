@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from flashtile.arguments import heads_share
 from flashtile.attention import attention
 from flashtile.compat.arguments import Options, check_layout
 from flashtile.compat.errors import InputError, named
@@ -134,7 +135,7 @@ def attend_cache(
 def _check_heads(q: Tensor, k_cache: Tensor, k: Tensor | None, v: Tensor | None, layout: str) -> None:
     """What fits together in this layout, refused with shapes as they were passed."""
     heads, kv_heads = q.shape[2], k_cache.shape[2]
-    if heads != kv_heads and (kv_heads == 0 or heads % kv_heads):
+    if not heads_share(heads, kv_heads):
         raise InputError(
             f"k_cache and v_cache must be {layout}, their number of heads a divisor of q's {heads}, "
             f"got shape {tuple(k_cache.shape)}"

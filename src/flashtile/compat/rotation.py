@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from flashtile import rotary
+from flashtile.arguments import check_together
 from flashtile.compat.errors import InputError, InputTypeError, named
 from flashtile.masks.arguments import is_int, values_known
 
@@ -22,9 +23,7 @@ def rotated(
     cos, sin, interleaved = tables
     if cos is None and sin is None:
         return query, key
-    if cos is None or sin is None:
-        missing, given = ("cos", "sin") if cos is None else ("sin", "cos")
-        raise InputError(f"rotary_{missing} must be given together with rotary_{given}, got None")
+    named(check_together, rotary_cos=cos, rotary_sin=sin)
     if key is None:
         raise InputError("k must be given together with rotary_cos and rotary_sin, got None")
     if cache_seqlens is None:
