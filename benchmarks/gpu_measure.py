@@ -20,7 +20,9 @@ from flashtile.bench.runs import NAMES, Attention, standard_attention
 from flashtile.bench.timing import Run
 
 WARM_UPS = 3
-AHEAD = 2_000_000  # cycles the GPU waits, about a millisecond, while the host queues the call that is timed
+AHEAD = (
+    4_000_000  # cycles the GPU waits, about two milliseconds, while the host queues the call that is timed
+)
 
 
 class Clock(Protocol):

@@ -67,7 +67,7 @@ ALL_AT_ONCE = (
 def problem_with(sizes: tuple[int, int, int, int], dtype: torch.dtype, *chosen: str) -> AttentionProblem:
     """A problem of these sizes with the chosen options."""
     batch, heads, queries, keys = sizes
-    fields: dict[str, Any] = {"kv_heads": 2}
+    fields: dict[str, Any] = {"kv_heads": max(1, heads // 2)}
     for name in chosen:
         fields |= options(sizes, dtype)[name]
     generator = torch.Generator().manual_seed(11)

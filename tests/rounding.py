@@ -111,7 +111,9 @@ def _forward(
     problem: AttentionProblem, visible: Tensor, kept: Tensor, rounding: Rounding
 ) -> tuple[Tensor, Tensor]:
     scores, _ = _scores(problem, visible, rounding)
-    logits = torch.cat([scores, _sink(problem)], dim=-1)
+    sink = _sink(problem)
+    taken = sink == math.inf  # by a sink that leaves nothing to the keys
+    logits = torch.cat([scores, sink], dim=-1).masked_fill(taken, -math.inf)
     row_max = logits.amax(dim=-1, keepdim=True)
     nothing = row_max == -math.inf
     row_max = row_max.masked_fill(nothing, 0.0)
@@ -121,7 +123,8 @@ def _forward(
     out = rounding.store(rounding.matmul(dropped, problem.value) / row_sum)
     lse = row_max + torch.log(row_sum)
     # An error in the sum is a relative one, so an absolute one of its logarithm.
-    return out, rounding.sum(lse, 1 + lse.abs()).masked_fill(nothing, -math.inf)
+    lse = rounding.sum(lse, 1 + lse.abs()).masked_fill(nothing, -math.inf)
+    return out, lse.masked_fill(taken, math.inf)
 
 
 def _backward(
@@ -163,6 +166,6 @@ def _backward(
         gradients["grad_alibi_slopes"] = rounding.sum_to(slopes, terms)[:, :, 0, 0]
     if problem.sinks is not None:
         sinks = problem.sinks[None, :, None, None]
-        terms = -torch.exp(_sink(problem) - base) * delta
+        terms = -torch.where(sinks == math.inf, 1.0, torch.exp(_sink(problem) - base)) * delta
         gradients["grad_sinks"] = rounding.sum_to(sinks, terms).flatten()
     return gradients

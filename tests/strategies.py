@@ -113,8 +113,8 @@ def problem_in_layout(sizes: tuple[int, int, int, int], dtype: torch.dtype, layo
     """A problem with a bias: batch, query heads, query length and key length."""
     batch, heads, queries, keys = sizes
     problem = random_problem(
-        batch=batch, heads=heads, query_length=queries, key_length=keys, head_dim=32, dtype=dtype,
-        random_bias=sizes,
+        batch=batch, heads=heads, kv_heads=max(1, heads // 2), query_length=queries, key_length=keys,
+        head_dim=32, dtype=dtype, random_bias=sizes,
     )  # fmt: skip
     return with_layout(problem, layout)
 

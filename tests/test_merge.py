@@ -70,6 +70,17 @@ def test_a_nan_that_was_seen_stays():
     assert lse.isnan().all()
 
 
+def test_a_sink_of_infinity_takes_everything():
+    lses = torch.tensor([[0.5, -torch.inf], [torch.inf, torch.inf]], requires_grad=True)
+    outputs = torch.tensor([[[1.0], [torch.nan]], [[0.0], [0.0]]], requires_grad=True)
+    out, lse = flashtile.merge(outputs, lses)
+    assert out.eq(0).all()
+    assert lse.eq(torch.inf).all()
+    grad_outputs, grad_lses = torch.autograd.grad(out.sum(), (outputs, lses))
+    assert torch.equal(grad_outputs.squeeze(), torch.tensor([[0.0, 0.0], [1.0, 1.0]]))
+    assert grad_lses.eq(0).all()
+
+
 def test_gradients_are_those_of_the_whole():
     inputs, results = parts(torch.float64, (5, 20, 40), requires_grad=True)
     merged = flashtile.merge(*zip(*results, strict=True))

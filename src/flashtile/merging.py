@@ -58,14 +58,16 @@ def merge(outputs: Tensor | Sequence[Tensor], lses: Tensor | Sequence[Tensor]) -
 def combine(outputs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """What ``merge`` computes, in the dtype of the LSEs."""
     lse = torch.stack(tuple(lses))
-    seen = lse != -torch.inf
-    # An LSE of -inf has an exponential of 0, but no gradient: inf - inf.
-    some = seen.any(dim=0)
-    total = torch.logsumexp(torch.where(seen | ~some, lse.masked_fill(~some, 0.0), -torch.inf), dim=0)
-    weight = torch.where(seen, torch.exp(lse.masked_fill(~seen, 0.0) - total), 0.0)
-    stacked = torch.where(seen[..., None], torch.stack(tuple(outputs)), 0.0)
+    seen, infinite = lse != -torch.inf, lse == torch.inf
+    # A sink of infinity takes everything. Infinities have exponentials, but no gradients: inf - inf.
+    taken = infinite.any(dim=0)
+    weighed, counted = seen.any(dim=0) & ~taken, torch.where(taken, infinite, seen)
+    total = torch.logsumexp(torch.where(seen | ~weighed, lse.masked_fill(~weighed, 0.0), -torch.inf), dim=0)
+    share = torch.exp(torch.where(taken, 0.0, lse.masked_fill(~seen, 0.0) - total))
+    weight = torch.where(counted, share, 0.0)
+    stacked = torch.where(counted[..., None], torch.stack(tuple(outputs)), 0.0)
     out = (stacked * weight[..., None]).sum(dim=0)
-    return out, torch.where(some, total, -torch.inf)
+    return out, torch.where(weighed, total, torch.where(taken, torch.inf, -torch.inf).to(total.dtype))
 
 
 def _tensors(name: str, values: Tensor | Sequence[Tensor]) -> list[Tensor]:

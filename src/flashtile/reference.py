@@ -21,8 +21,8 @@ def attention(problem: AttentionProblem, *, row_by_row: bool | None = None) -> t
 
     ``out`` is (B, Hq, Sq, Dv) in that dtype; ``lse`` is (B, Hq, Sq), natural logarithm, in the compute dtype
     (float64 for float64, else float32). A row that sees no key, or only scores of -inf (of infinite inputs),
-    has output 0 and LSE -inf, or the LSE of its sink, which is all of its denominator. Both are
-    differentiable in every floating tensor of the problem.
+    has output 0 and LSE -inf, or the LSE of its sink, which is all of its denominator, as a sink of infinity
+    always is. Both are differentiable in every floating tensor of the problem.
 
     A NaN or infinity in the query, key or value reaches the rows that see it and no other, forward and
     backward; this takes a copy of the keys and values for every row (``row_by_row``; None = if needed). Where
@@ -189,17 +189,17 @@ def cast(problem: AttentionProblem, dtype: torch.dtype) -> AttentionProblem:
 
 def _softmax(scores: Tensor, visible: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
     """Probabilities of the visible keys and the LSE of every row; a sink is a key without a value."""
-    logits, counted = scores, visible
-    if sinks is not None:
-        sink = sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
-        logits, counted = torch.cat([scores, sink], -1), torch.cat([visible, sink != -math.inf], -1)
-    some = (counted & (logits != -math.inf)).any(dim=-1, keepdim=True)
+    sink = scores.new_full((), -math.inf) if sinks is None else sinks.to(scores.dtype)[:, None, None]
+    sink = sink.expand(*scores.shape[:-1], 1)
+    logits, counted = torch.cat([scores, sink], -1), torch.cat([visible, sink != -math.inf], -1)
+    # A sink of infinity takes everything, as one of -inf nothing.
+    some = (counted & (logits != -math.inf)).any(dim=-1, keepdim=True) & (sink != math.inf)
     # A row without anything to weigh gets zeros, whose softmax is finite, and its result is replaced.
     logits = torch.where(some, torch.where(counted, logits, -math.inf), 0.0)
     probabilities = torch.softmax(logits, dim=-1)[..., : scores.shape[-1]]
-    lse = torch.logsumexp(logits, dim=-1)
+    lse, only = torch.logsumexp(logits, dim=-1, keepdim=True), torch.where(sink == math.inf, sink, -math.inf)
     # where() also stops gradients: what a row does not see has none, not even 0 x NaN.
-    return torch.where(visible & some, probabilities, 0.0), torch.where(some[..., 0], lse, -math.inf)
+    return torch.where(visible & some, probabilities, 0.0), torch.where(some, lse, only)[..., 0]
 
 
 def _matmul(left: Tensor, right: Tensor, seen: Tensor, row_by_row: bool) -> Tensor:

@@ -12,6 +12,8 @@ def gradient_terms(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
     The sink's probability is exp(sink - LSE), and its value is 0: dS = P (0 - delta).
     """
     sinks = sinks.view(1, -1, 1)
+    # A sink of infinity takes everything; inf - inf would be NaN.
+    probability = torch.where(sinks == torch.inf, 1.0, torch.exp(sinks - lse))
     # A sink of -inf counts for nothing, even beside a NaN.
     nothing = (lse == -torch.inf) | (sinks == -torch.inf)
-    return (-torch.exp(sinks - lse) * delta).masked_fill(nothing, 0.0)
+    return (-probability * delta).masked_fill(nothing, 0.0)

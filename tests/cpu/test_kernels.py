@@ -5,7 +5,6 @@ Outputs hold NaN before every call, and so does scratch memory (conftest.py).
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 
@@ -225,7 +224,7 @@ def test_a_part_of_a_larger_problem(dtype, size, first_key):
 
 
 def test_sinks_that_are_infinite():
-    sinks = torch.tensor([-math.inf, 3.0, -math.inf, 0.0])
+    sinks = torch.tensor([-math.inf, 3.0, math.inf, 0.0])
     for queries in (3, 40):
         check(random_problem(query_length=queries, sinks=sinks, upper=-2))
 
@@ -239,8 +238,7 @@ def test_a_sink_of_infinity_takes_everything(dtype, queries, keys):
     found = decode_shapes.decoded(problem)
     assert (found["out"][:, 0] == 0).all()
     assert (found["lse"][:, 0] == math.inf).all()
-    other = dataclasses.replace(problem, query=problem.query[:, 1:], sinks=sinks[1:])
-    assert_close_to_oracle({name: tensor[:, 1:] for name, tensor in found.items()}, other)
+    check(problem)
 
 
 @pytest.mark.parametrize("layout", ALL_LAYOUTS)

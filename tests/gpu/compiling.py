@@ -7,6 +7,7 @@ for every case; a case is spelled KERNEL:DTYPE:HEAD_DIM:FEATURES.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import subprocess
@@ -23,6 +24,7 @@ import torch
 from flashtile.gpu.target import Target
 from flashtile.problem import AttentionProblem, Gradients, Part
 from tests.oracle import random_problem
+from tests.packing import into_pages
 
 _KIB = 1024
 TARGETS = {
@@ -69,6 +71,7 @@ class Compiled(NamedTuple):
     spilled: int  # registers, on NVIDIA's devices those within a loop over tensor-core instructions
     shared: int  # bytes
     products: dict[str, int]  # tensor-core instructions by name
+    unfused: int  # exponentials of a difference from a product that was rounded, on NVIDIA's devices
 
 
 def _everything(queries: int, keys: int, dtype: torch.dtype) -> dict[str, Any]:
@@ -90,6 +93,12 @@ FEATURES: dict[str, Callable[[int, int, torch.dtype], dict[str, Any]]] = {
         "upper": 0, "random_alibi": True, "dropout_p": 0.1, "seed": 5,
         "part": Part(query=640, key=129, head=4, heads=12, diagonal=0),
     },
+    "packed": lambda queries, keys, _: {
+        "batch": 1, "upper": 0, "query_starts": torch.tensor([0, 100, queries]),
+        "key_starts": torch.tensor([0, 200, keys]),
+    },
+    "paged": lambda queries, keys, _: {"upper": 0, "key_lengths": torch.tensor([keys, keys - 3])},
+    "rare dropout": lambda *_: {"dropout_p": 2.0**-32, "seed": 5},  # a threshold of 1
 }  # fmt: skip
 
 
@@ -138,10 +147,15 @@ def problem_of(case: Case) -> AttentionProblem:
     queries, keys, _ = KERNELS[case.kernel]
     dtype = getattr(torch, case.dtype)
     batch, heads = (1, 1) if case.kernel == "single" else (2, 4)
-    return random_problem(
-        batch=batch, heads=heads, kv_heads=min(heads, 2), query_length=queries, key_length=keys,
-        head_dim=case.head_dim, dtype=dtype, **FEATURES[case.features](queries, keys, dtype),
+    features = {"batch": batch, **FEATURES[case.features](queries, keys, dtype)}
+    problem = random_problem(
+        heads=heads, kv_heads=min(heads, 2), query_length=queries, key_length=keys, head_dim=case.head_dim,
+        dtype=dtype, **features,
     )  # fmt: skip
+    if case.features != "paged":
+        return problem
+    key, value, table = into_pages(16, problem.key, problem.value)
+    return dataclasses.replace(problem, key=key, value=value, block_table=table)
 
 
 def compile_case(case: Case) -> list[Compiled]:
@@ -203,7 +217,26 @@ def _inspect(kernel: Any, repair: bool) -> Compiled:
             int(re.search(rf"\.{name}:\s*(\d+)", text)[1])  # type: ignore[index]
             for name in ("vgpr_count", "private_segment_fixed_size", "vgpr_spill_count")
         )
-    return Compiled(kernel.metadata.name, repair, registers, stack, spilled, kernel.metadata.shared, products)
+    return Compiled(
+        kernel.metadata.name, repair, registers, stack, spilled, kernel.metadata.shared, products,
+        _unfused(text),
+    )  # fmt: skip
+
+
+def _unfused(ptx: str) -> int:
+    made = {
+        result: (operation, operands.split(", "))
+        for operation, result, operands in re.findall(r"^\s*([\w.]+)\s+(%\w+), (.*);", ptx, re.M)
+    }
+
+    def is_rounded(register: str) -> bool:
+        operation, operands = made.get(register, ("", [""]))
+        return operation.startswith("mul.") or (operation.startswith("selp") and is_rounded(operands[0]))
+
+    differences = [
+        made.get(operands[0], ("", [""])) for name, operands in made.values() if name.startswith("ex2")
+    ]
+    return sum(name.startswith("sub.") and is_rounded(operands[0]) for name, operands in differences)
 
 
 def _resources(cubin: bytes) -> tuple[int, int, int]:

@@ -60,6 +60,8 @@ def chosen(architecture: str) -> list[Case]:
             Case("forward", dtype, 512, "causal"), Case("decode", dtype, 256, "everything"),
             Case("backward", dtype, 64, "plain"), Case("backward", dtype, 256, "causal"),
             Case("forward", dtype, 64, "part"), Case("backward", dtype, 64, "part"),
+            Case("forward", dtype, 128, "packed"), Case("backward", dtype, 64, "packed"),
+            Case("forward", dtype, 128, "paged"), Case("forward", dtype, 64, "rare dropout"),
         ]  # fmt: skip
     return cases
 
@@ -101,6 +103,8 @@ def check(architecture: str, case: Case, select: Any) -> None:
     assert kernels
     for kernel in kernels:
         assert kernel.shared <= TARGETS[architecture].shared_memory, kernel
+        if case.kernel == "backward":  # else P of scores of thousands is not what its row was summed from
+            assert kernel.unfused == 0, kernel
         if case.dtype == "float32" or kernel.kernel in WITHOUT_PRODUCTS or architecture not in PRODUCTS:
             continue
         # Tiles of decoding and of wide heads have too few rows for the instructions of sm90 and sm100.

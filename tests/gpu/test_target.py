@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import warnings
 from types import SimpleNamespace
 
@@ -47,14 +49,44 @@ def test_widest_head_dims(monkeypatch):
 
 @pytest.mark.parametrize(("version", "served"), [("3.5.1", False), ("3.6.0", True), ("3.10.0+git1", True)])
 def test_versions_of_triton(version, served, monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "triton", SimpleNamespace(__version__=version))
+    monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(__version__=version))
+    monkeypatch.setattr(target, "_finds_a_compiler", lambda: True)
     reason = target.triton_reason.__wrapped__()
     assert reason is None if served else "is older than 3.6" in reason
 
 
 def test_triton_that_is_missing(monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "triton", None)
+    monkeypatch.setitem(sys.modules, "triton", None)
     assert "not installed" in target.triton_reason.__wrapped__()
+
+
+@pytest.mark.skipif(os.name == "nt", reason="on Windows Triton brings a compiler along")
+def test_triton_without_a_compiler(monkeypatch):
+    """It builds what launches its kernels, and would raise at the first of them."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    monkeypatch.setattr(target, "INTERPRETED", False)
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setenv("CC", "cc")
+    assert target.triton_reason.__wrapped__() is None
+    monkeypatch.delenv("CC")
+    assert "found none (install gcc, or set CC)" in target.triton_reason.__wrapped__()
+    monkeypatch.setattr(target, "INTERPRETED", True)
+    assert target.triton_reason.__wrapped__() is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"shared_memory_per_block_optin": 7, "shared_memory_per_block": 5}, 7),
+        ({"shared_memory_per_block": 5}, 5),
+        ({}, 227 * 1024),  # torch 2.6 does not say
+    ],
+)
+def test_memory_of_a_block(fields, expected, monkeypatch):
+    properties = SimpleNamespace(major=9, minor=0, multi_processor_count=132, **fields)
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+    assert target._target_at.__wrapped__(0) == Target("sm90", expected, 32, 132)
 
 
 def test_architecture_of_a_device(monkeypatch):

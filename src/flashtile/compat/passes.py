@@ -193,7 +193,7 @@ def _with_state(options: Options, q: Tensor) -> tuple[Options, Tensor]:
     state = torch.zeros(2, dtype=torch.int64, device=q.device)
     if options.dropout_p:
         state[:1] = draw_seed(q.device)
-        options = options._replace(seed=int(state[0]))
+        options = options._replace(seed=state[:1])
     return options, state
 
 
@@ -223,7 +223,7 @@ def _problem(
         query, key, value, scale, options.softcap, lower, upper, first, last, dense,
         alibi_slopes=slopes,
         dropout_p=options.dropout_p,
-        seed=int(rng_state[0]) if options.dropout_p and rng_state is not None else 0,
+        seed=rng_state[:1] if options.dropout_p and rng_state is not None else 0,
     )  # fmt: skip
 
 

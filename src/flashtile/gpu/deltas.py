@@ -8,7 +8,7 @@ import triton.language as tl
 from .forward import add_sink, locate
 from .gradients import place_of, row_addresses
 from .places import key_addresses, load_tile
-from .scores import LOG2_E, key_tiles, online_softmax, tile_scores, visible_entries, visible_spans
+from .scores import LOG2_E, key_tiles, tile_scores, visible_entries, visible_spans
 
 if TYPE_CHECKING:
     from .gradients import Inputs, Place, RowNumbers
@@ -124,8 +124,13 @@ def _softmax_of_rows(
             products, terms, place.sequence, place.head, position[:, None], index[None, :], bias,
             place.queries, place.keys,
         )  # fmt: skip
-        scores = tl.where(seen, scores, float("-inf"))
-        _exponentials, _rescale, row_max, row_sum = online_softmax(scores, row_max, row_sum, 1.0, False)
+        new_max = tl.maximum(row_max, tl.max(tl.where(seen, scores, float("-inf")), 1))
+        base = tl.where(new_max == float("-inf"), 0.0, new_max)
+        # The difference that the backward pass computes, with its rounding: a compiler fuses both with the
+        # product before them, but none that a select stands between.
+        exponentials = tl.where(seen, tl.exp2(scores - base[:, None]), 0.0)
+        row_sum = row_sum * tl.exp2(row_max - base) + tl.sum(exponentials, 1)
+        row_max = new_max
     if terms.sinks is not None:
         sink = tl.load(terms.sinks + place.head).to(tl.float32) * LOG2_E
         row_max, row_sum, _ = add_sink(sink, row_max, row_sum)

@@ -161,7 +161,9 @@ def add_sink(sink: "tl.tensor", row_max: "tl.tensor", row_sum: "tl.tensor"):
     new_max = tl.maximum(row_max, sink)
     base = tl.where(new_max == float("-inf"), 0.0, new_max)
     rescale = tl.exp2(row_max - base)
-    return new_max, row_sum * rescale + tl.exp2(sink - base), rescale
+    # A sink of infinity takes everything; inf - inf would be NaN.
+    weight = tl.where(sink == float("inf"), 1.0, tl.exp2(sink - base))
+    return new_max, row_sum * rescale + weight, rescale
 
 
 @triton.jit

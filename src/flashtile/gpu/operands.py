@@ -30,6 +30,15 @@ class Rows(NamedTuple):
     column: int
 
 
+class Plane(NamedTuple):
+    """A mask or a bias. Beyond its rows and columns nothing is seen: lengths on a device are not checked."""
+
+    numbers: Rows
+    rows: int | None  # None: no sequence has more
+    columns: int | None
+    nothing: None = None
+
+
 class Sequences(NamedTuple):
     """How many queries and keys there are, and where they lie if sequences have lengths of their own."""
 
@@ -53,7 +62,7 @@ class Visible(NamedTuple):
     upper: int | None
     first: Rows | None  # int32, indexed by batch entry and row
     last: Rows | None
-    mask: Rows | None  # bytes that are 0 or 1
+    mask: Plane | None  # bytes that are 0 or 1
     nothing: None = None
 
 
@@ -62,7 +71,7 @@ class Terms(NamedTuple):
 
     scale: float
     softcap: float | None
-    bias: Rows | None
+    bias: Plane | None
     slopes: Rows | None  # indexed by batch entry and head
     sinks: Tensor | None  # (heads,)
     seed: Tensor | None  # int64 (1,)
@@ -107,6 +116,11 @@ def sequences_of(problem: AttentionProblem) -> Sequences:
     )
 
 
+def _plane_of(tensor: Tensor, problem: AttentionProblem) -> Plane:
+    rows, columns = (size if problem.ragged and size > 1 else None for size in tensor.shape[2:])
+    return Plane(rows_of(tensor), rows, columns)
+
+
 def visible_of(problem: AttentionProblem) -> Visible:
     """The intervals and the dense mask of a problem."""
 
@@ -122,7 +136,7 @@ def visible_of(problem: AttentionProblem) -> Visible:
         upper=bound(problem.upper),
         first=per_row(problem.first),
         last=per_row(problem.last),
-        mask=None if mask is None else rows_of(mask.view(torch.uint8)),
+        mask=None if mask is None else _plane_of(mask.view(torch.uint8), problem),
     )
 
 
@@ -132,7 +146,7 @@ def terms_of(problem: AttentionProblem) -> Terms:
     return Terms(
         scale=float(problem.scale),
         softcap=None if problem.softcap is None else float(problem.softcap),
-        bias=None if bias is None else rows_of(bias),
+        bias=None if bias is None else _plane_of(bias, problem),
         slopes=None if slopes is None else rows_of(slopes[:, :, None, None]),
         sinks=problem.sinks,
         seed=seed_tensor(problem.seed, problem.query.device) if dropout else None,

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 if TYPE_CHECKING:
-    from .operands import Rows, Terms, Visible
+    from .operands import Plane, Terms, Visible
 
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -75,18 +75,26 @@ def key_tiles(
 
 @triton.jit
 def plane_tile(
-    rows: "Rows",
+    plane: "Plane",
     entry: "tl.tensor",
     head: "tl.tensor",
     position: "tl.tensor",
     index: "tl.tensor",
-    inside: "tl.tensor",
+    seen: "tl.tensor",
 ):
-    """A tile of a mask or a bias. position: (QUERIES, 1), index: (1, KEYS); or the reverse."""
+    """What of a tile is ``seen`` on a mask or a bias too, and the numbers there.
+
+    position: (QUERIES, 1), index: (1, KEYS); or the reverse.
+    """
+    if plane.rows is not None:
+        seen = seen & (position < plane.rows)
+    if plane.columns is not None:
+        seen = seen & (index < plane.columns)
+    rows = plane.numbers
     at_query = (
         rows.start + entry * rows.batch + head.to(tl.int64) * rows.head + position.to(tl.int64) * rows.row
     )
-    return tl.load(at_query + index.to(tl.int64) * rows.column, mask=inside, other=0)
+    return seen, tl.load(at_query + index.to(tl.int64) * rows.column, mask=seen, other=0)
 
 
 @triton.jit
@@ -123,10 +131,12 @@ def visible_entries(
     if visible.lower is not None or visible.first is not None:
         seen = seen & (index >= first)
     if visible.mask is not None:
-        seen = seen & (plane_tile(visible.mask, sequence, head, position, index, seen) != 0)
+        seen, allowed = plane_tile(visible.mask, sequence, head, position, index, seen)
+        seen = seen & (allowed != 0)
     bias = 0.0
     if terms.bias is not None:
-        bias = plane_tile(terms.bias, sequence, head, position, index, seen).to(tl.float32)
+        seen, stored = plane_tile(terms.bias, sequence, head, position, index, seen)
+        bias = stored.to(tl.float32)
         seen = seen & (bias != float("-inf"))
     return seen, bias
 
@@ -203,7 +213,8 @@ def kept_entries(
         number = (sequence * terms.part.heads + terms.part.head + head)[:, None]
         word0, word1, word2, word3 = tl.philox(seed, index // 4, row, number, tl.zeros_like(index))
         words = tl.where(turn == 0, word0, tl.where(turn == 1, word1, tl.where(turn == 2, word2, word3)))
-    return words >= terms.threshold.to(tl.uint32)
+    # Not threshold.to(): Triton makes a constant of an int that is 1.
+    return words >= tl.cast(terms.threshold, tl.uint32)
 
 
 @triton.jit

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -43,10 +44,24 @@ def target_of(device: torch.device) -> Target:
 def _target_at(index: int) -> Target:
     properties: Any = torch.cuda.get_device_properties(index)
     name = architecture(properties)
-    block = getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block)
+    block = _memory_of_a_block(name, properties)
     warp_size = getattr(properties, "warp_size", 32)
     # For AMD's devices torch gives the memory of a multiprocessor, of which a block may use all.
     return Target(name, block, warp_size, properties.multi_processor_count)
+
+
+# Bytes of shared memory that a block may have, where torch (before 2.7) does not say so.
+_SHARED_MEMORY = {
+    "sm75": 65536, "sm80": 166912, "sm86": 101376, "sm87": 166912, "sm89": 101376, "sm90": 232448,
+    "sm100": 232448, "sm120": 101376,
+}  # fmt: skip
+
+
+def _memory_of_a_block(name: str, properties: Any) -> int:
+    for field in ("shared_memory_per_block_optin", "shared_memory_per_block"):
+        if hasattr(properties, field):
+            return int(getattr(properties, field))
+    return _SHARED_MEMORY.get(name, 65536)  # which every device has
 
 
 def architecture(properties: Any) -> str:
@@ -87,7 +102,17 @@ def triton_reason() -> str | None:
     version = tuple(int(number) for number in re.findall(r"\d+", triton.__version__)[:2])
     if version < OLDEST_TRITON:
         return f"Triton {triton.__version__} is older than {wanted}"
+    if not INTERPRETED and not _finds_a_compiler():
+        return "Triton builds its launcher with a C compiler, and found none (install gcc, or set CC)"
     return None
+
+
+def _finds_a_compiler() -> bool:
+    """Whether Triton will find one, by its own rules; on Windows it brings one along."""
+    from triton import knobs
+
+    named = os.environ.get("CC") or shutil.which("clang") or shutil.which("gcc")
+    return os.name == "nt" or bool(named or knobs.build.impl)
 
 
 @cache

@@ -58,17 +58,22 @@ _SHOWN: dict[str, Callable[[int], object]] = {
 
 
 def agree(
-    operation: str, group: Group, facts: _Facts, refusal: Exception | None, may_differ: Collection[str] = ()
+    operation: str,
+    group: Group,
+    facts: _Facts,
+    refusal: Exception | None,
+    may_differ: Collection[str] = (),
+    *,
+    near: object = None,
 ) -> list[_Facts]:
     """The facts (a NamedTuple of ints) of every rank, which differ in nothing but ``may_differ``.
 
     A rank that refuses its arguments still takes part, so that the others need not wait for it: it raises
     its ``refusal``, the others an error that names it. Any other mismatch is a ValueError on every rank.
+    ``near``: one of the arguments; if it is a tensor on a device, the facts travel from there.
     """
     numbers = [int(refusal is not None), *(0 if refusal else int(fact) for fact in facts)]
-    on_host = "gloo" in dist.get_backend(group)
-    device = torch.device("cpu") if on_host else torch.accelerator.current_accelerator()
-    own = torch.tensor(numbers, dtype=torch.int64, device=device)
+    own = torch.tensor(numbers, dtype=torch.int64, device=_device_of(group, near))
     received = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
     with named(f"{operation}: comparing the arguments of all ranks"):
         dist.all_gather(received, own, group)
@@ -86,13 +91,27 @@ def agree(
     return everyone
 
 
+def _device_of(group: Group, near: object) -> torch.device | None:
+    """Not simply the current device: every rank has the same one until somebody sets another."""
+    if "gloo" in dist.get_backend(group):
+        return torch.device("cpu")
+    if isinstance(near, Tensor) and near.device.type != "cpu":
+        return near.device
+    return torch.accelerator.current_accelerator()
+
+
 def agree_everywhere(
-    operation: str, groups: Sequence[Group], facts: _Facts, refusal: Exception | None
+    operation: str,
+    groups: Sequence[Group],
+    facts: _Facts,
+    refusal: Exception | None,
+    *,
+    near: object = None,
 ) -> None:
     """``agree`` in all groups of a grid: who learns of a refusal in the first passes it on to the second."""
     for group in groups:
         try:
-            agree(operation, group, facts, refusal)
+            agree(operation, group, facts, refusal, near=near)
         except REFUSALS as error:
             refusal = error
     if refusal is not None:

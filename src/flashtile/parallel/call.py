@@ -178,7 +178,7 @@ class _Lengths(NamedTuple):
 
 
 def _compare(
-    operation: str, grid: Grid, facts: _Facts, refusal: Exception | None
+    operation: str, grid: Grid, facts: _Facts, refusal: Exception | None, query: object
 ) -> tuple[_Facts, dict[Group, _Lengths]]:
     """The facts of the whole call, and the lengths of the shards in each group; or an error on every rank.
 
@@ -187,7 +187,7 @@ def _compare(
     lengths: dict[Group, _Lengths] = {}
     for group in grid.groups:
         try:
-            everyone = agree(operation, group, facts, refusal, _MAY_DIFFER)
+            everyone = agree(operation, group, facts, refusal, _MAY_DIFFER, near=query)
         except REFUSALS as error:
             refusal = error
             continue
@@ -222,7 +222,7 @@ def _intervals(
         refusal = error
     if refusal is not None or intervals.first is not None:
         told = _MaskFacts(_digest(intervals.first), _digest(intervals.last))
-        agree_everywhere(operation, grid.groups, told, refusal)
+        agree_everywhere(operation, grid.groups, told, refusal, near=call.query)
     return intervals
 
 
@@ -259,7 +259,7 @@ def attend(
         call = _checked(operation, query, key, value, layout, cu_seqlens, options)
     except REFUSALS as error:
         refusal = error if refusal is None else refusal
-    facts, lengths = _compare(operation, grid, _Facts() if call is None else call.facts, refusal)
+    facts, lengths = _compare(operation, grid, _Facts() if call is None else call.facts, refusal, query)
     assert call is not None
     documents = checked_documents(cu_seqlens, facts.query_length)
     if documents is not None and facts.key_length != facts.query_length:

@@ -125,6 +125,11 @@ def exchange(
     return [[next(flat).view(tuple(shape)) for shape in some] for some in shapes]
 
 
+def _sendable(tensor: Tensor) -> Tensor:
+    """NCCL knows no int16: bytes of it travel."""
+    return tensor.view(torch.uint8) if tensor.dtype == torch.int16 else tensor
+
+
 def gather(group: Group, tensor: Tensor, lengths: Sequence[int], step: str) -> list[Tensor]:
     """The tensors (L, ...) of every rank, whose first sizes are ``lengths`` and whose others are the same."""
     padded = tensor.new_zeros(max(lengths), *tensor.shape[1:])
@@ -133,5 +138,5 @@ def gather(group: Group, tensor: Tensor, lengths: Sequence[int], step: str) -> l
     if padded.numel():  # gloo cannot gather nothing
         _count(padded, len(lengths) - 1)
         with named(step):
-            dist.all_gather(received, padded, group)
+            dist.all_gather([_sendable(one) for one in received], _sendable(padded), group)
     return [one[:length] for one, length in zip(received, lengths, strict=True)]

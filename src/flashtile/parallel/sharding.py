@@ -145,7 +145,7 @@ def _whole(
         layout == "zigzag",
         documents_code(cu_seqlens),
     )
-    everyone = agree("unshard", group, facts, None, {"length"})
+    everyone = agree("unshard", group, facts, None, {"length"}, near=tensor)
     lengths = [one.length for one in everyone]
     chunks = layout_of(lengths, layout, "shards", checked_documents(cu_seqlens, sum(lengths)))
     whole: Tensor = gather_chunks(tensor.movedim(dim, 0), group, chunks, "unshard")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import zlib
 from collections.abc import Callable
@@ -43,13 +44,31 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def language_patched_once_a_launch() -> None:
-    """The interpreter puts its own functions into `triton.language` whenever a function calls another, which
-    takes it more than a third of its time. Once for a launch is enough.
+def faster_interpreter() -> None:
+    """Spares what takes the interpreter half of its time, and these tests nothing.
+
+    It puts its own functions into `triton.language` whenever a function calls another: once for a launch is
+    enough. It computes sums and products of integers twice, to find what 32 bits do not hold: nothing is that
+    large here. And it makes a table of all dtypes whenever it looks one up.
     """
     if INTERPRETED:
         interpreter = pytest.importorskip("triton.runtime.interpreter", reason="Triton is not installed")
         interpreter._patch_lang = _once_a_launch(interpreter._patch_lang)
+        builder = interpreter.interpreter_builder
+        builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
+        interpreter._get_np_dtype = _by_name(interpreter._get_np_dtype)
+
+
+def _by_name(look_up: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    found: dict[str, Any] = {}
+
+    def look_up_once(dtype: Any) -> Any:
+        name = dtype.scalar.name
+        if name not in found:
+            found[name] = look_up(dtype.scalar)
+        return found[name]
+
+    return look_up_once
 
 
 def _once_a_launch(patch: Callable[[Any], Any]) -> Callable[[Any], Any]:

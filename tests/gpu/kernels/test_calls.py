@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -51,7 +52,9 @@ def nothing_waits() -> Iterator[None]:
         with NoReading():
             yield
         return
-    torch.cuda.set_sync_debug_mode("error")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
+        torch.cuda.set_sync_debug_mode("error")
     try:
         yield
     finally:
@@ -131,15 +134,16 @@ def test_caches_wait_for_nothing():
 
 
 def test_reading_would_show(monkeypatch: pytest.MonkeyPatch):
+    number, inputs = normal(1)[0], qkv()
     with pytest.raises((ReadError, RuntimeError)), nothing_waits():
-        bool(normal(1)[0] > 0)
+        bool(number > 0)
 
     def reading(problem: AttentionProblem, *rest: Any) -> None:
         problem.query.sum().item()
 
     monkeypatch.setattr(engine, "forward", reading)
     with pytest.raises((ReadError, RuntimeError)), nothing_waits():
-        flashtile.attention(*qkv())
+        flashtile.attention(*inputs)
 
 
 @pytest.mark.parametrize("options", [{}, {"mask": masks.causal(alignment="bottom-right")}])

@@ -23,7 +23,7 @@ from tests.strategies import ALL_LAYOUTS, lay_out, problem_in_layout
 
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
 # batch, query heads, query length, key length; 40 queries of 2 heads do not fit into one tile of decoding.
-SIZES = (2, 4, 40, 100)
+SIZES = (2, 2, 40, 100)
 
 
 @each_dtype
@@ -78,7 +78,7 @@ def test_pair_of_options(one, two):
 
 @each_dtype
 def test_everything_at_once(dtype):
-    check(problem_with(SIZES, dtype, *ALL_AT_ONCE))
+    check(problem_with((2, 4, 40, 100), dtype, *ALL_AT_ONCE))
 
 
 def _ids(longest: int, *lengths: int) -> Tensor:
@@ -210,7 +210,7 @@ def test_nothing_to_compute(sizes):
 
 
 def test_sinks_that_are_infinite():
-    sinks = torch.tensor([-math.inf, 3.0, -math.inf, 0.0])
+    sinks = torch.tensor([-math.inf, 3.0, math.inf, 0.0])
     for queries in (3, 40):
         check(random_problem(query_length=queries, sinks=sinks, upper=-2))
 
@@ -299,10 +299,10 @@ def test_bits_do_not_depend_on_the_batch(dtype):
     options = {"mask": masks.causal(alignment="bottom-right"), "head_dim": 64, "dtype": dtype}
     for lengths in ((80, 130), (2, 300)):
         problem = random_problem(
-            batch=5, query_length=lengths[0], key_length=lengths[1], random_sinks=True, **options
+            batch=3, query_length=lengths[0], key_length=lengths[1], random_sinks=True, **options
         )
         together = results(problem)
-        for b in (0, 3):
+        for b in (0, 2):
             inputs = {name: getattr(problem, name)[b : b + 1] for name in ("query", "key", "value")}
             alone = results(dataclasses.replace(problem, **inputs))
             for name, tensor in alone.items():
