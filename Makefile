@@ -25,6 +25,9 @@ demo: $(VENV)/.demo
 	$(BIN)/python -m flashtile demo $(ARGS)
 
 test: $(VENV)/.test
+	$(if $(ARGS),,@echo "compiling the kernels that the tests share"; \
+	    $(BIN)/python -m flashtile warmup --dtype fp32,fp64 >/dev/null & \
+	    $(BIN)/python -m flashtile warmup --dtype bf16,fp16 >/dev/null; wait)
 	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest $(if $(ARGS),,-n $(WORKERS)) $(ARGS)
 
 lint: $(VENV)/.test

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import llvmlite.binding as llvm
 import pytest
 
+from flashtile.cpu.kinds import TARGET
 from flashtile.cpu.target import from_features
 from tests.cpu.processes import python
 
@@ -41,6 +42,8 @@ def skip_unless_runnable(target: Restricted) -> None:
     missing = [name for name in target.features.replace("+", "").split(",") if not has.get(name, False)]
     if missing:
         pytest.skip(f"this processor lacks {', '.join(missing)}")
+    if target.expected == TARGET.name:
+        pytest.skip(f"{target.expected} is what every other test runs with on this processor")
 
 
 CHECK = """
@@ -148,10 +151,8 @@ AVAILABLE = re.compile(r"log2?f?|powf?|exp2f?|mem(cpy|set|move)|sched_yield|_?Py
 @pytest.mark.parametrize(
     ("kernel", "kind"),
     [
-        ("forward", "FLOAT32"),
-        ("backward", "FLOAT32"),
         ("forward", "BFLOAT16"),
-        ("backward", "BFLOAT16"),
+        ("backward", "FLOAT32"),
         ("decode", "FLOAT16"),
         ("decode", "FLOAT64"),
     ],

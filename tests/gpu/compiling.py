@@ -55,6 +55,11 @@ class Case(NamedTuple):
     def __str__(self) -> str:
         return ":".join(map(str, self))
 
+    @property
+    def main(self) -> bool:
+        """Whether this is one of the shapes that are to be fast."""
+        return self.head_dim in (64, 128) and self.features in ("plain", "causal")
+
     @classmethod
     def parse(cls, text: str) -> Case:
         kernel, dtype, head_dim, features = text.split(":")
@@ -68,7 +73,8 @@ class Compiled(NamedTuple):
     repair: bool
     registers: int
     stack: int  # bytes of a thread
-    spilled: int  # registers, on NVIDIA's devices those within a loop over tensor-core instructions
+    # Registers; on NVIDIA's devices those within a loop over tensor-core instructions, of the main shapes.
+    spilled: int | None
     shared: int  # bytes
     products: dict[str, int]  # tensor-core instructions by name
     unfused: int  # exponentials of a difference from a product that was rounded, on NVIDIA's devices
@@ -162,7 +168,7 @@ def compile_case(case: Case) -> list[Compiled]:
     """What the kernels that this call would launch compile to; `pretend` was called before."""
     _caught.clear()
     KERNELS[case.kernel].call(problem_of(case))
-    return [_inspect(*caught) for caught in _caught]
+    return [_inspect(*caught, case.main) for caught in _caught]
 
 
 _caught: list[tuple[Any, bool]] = []
@@ -206,12 +212,12 @@ def pretend(target: Target) -> None:
 _PRODUCTS = ("wgmma.mma_async", "mma.sync", "tcgen05.mma", "v_mfma", "v_wmma")
 
 
-def _inspect(kernel: Any, repair: bool) -> Compiled:
+def _inspect(kernel: Any, repair: bool, main: bool) -> Compiled:
     text = kernel.asm.get("ptx") or kernel.asm["amdgcn"]
     names = re.findall(rf"^\s*(?:@!?%p\d+ )?({'|'.join(map(re.escape, _PRODUCTS))})", text, re.M)
     products = dict(Counter(names))
     if "cubin" in kernel.asm:
-        registers, stack, spilled = _resources(kernel.asm["cubin"])
+        registers, stack, spilled = _resources(kernel.asm["cubin"], main and not repair)
     else:
         registers, stack, spilled = (
             int(re.search(rf"\.{name}:\s*(\d+)", text)[1])  # type: ignore[index]
@@ -239,7 +245,7 @@ def _unfused(ptx: str) -> int:
     return sum(name.startswith("sub.") and is_rounded(operands[0]) for name, operands in differences)
 
 
-def _resources(cubin: bytes) -> tuple[int, int, int]:
+def _resources(cubin: bytes, with_loops: bool) -> tuple[int, int, int | None]:
     """Registers and stack of a thread, and how often its innermost loops with products move registers to it.
 
     The path for NaN and infinity is a loop around others, so it does not count.
@@ -253,8 +259,11 @@ def _resources(cubin: bytes) -> tuple[int, int, int]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        usage, code = said("cuobjdump", "--dump-resource-usage"), said("nvdisasm", "-c")
+        usage = said("cuobjdump", "--dump-resource-usage")
+        code = said("nvdisasm", "-c") if with_loops else None
     numbers = dict(re.findall(r"(\w+):(\d+)", usage))
+    if code is None:
+        return int(numbers["REG"]), int(numbers["STACK"]), None
     hot = [loop for loop in innermost_loops(code) if _MMA.search(loop)]
     spilled = sum(len(re.findall(r"\b(?:STL|LDL)\b", loop)) for loop in hot)
     return int(numbers["REG"]), int(numbers["STACK"]), spilled
