@@ -17,7 +17,7 @@ SMALLER = {
     "long_context_memory": ["2048"],
     "train_gpt": TINY_GPT.split(),
 }
-LAUNCHERS = {"ring_attention": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]}
+LAUNCHERS = {"ring_attention": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]}
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)

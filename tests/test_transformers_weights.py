@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import importlib.util
 import os
 from pathlib import Path
@@ -22,10 +23,14 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("SmolLM2")]  # loaded on
 
 @pytest.fixture(scope="module")
 def smollm() -> tuple[Any, Any]:
-    try:
-        return language.load()
-    except language.UnavailableError as reason:
-        pytest.skip(str(reason))
+    gguf = pytest.importorskip("gguf", reason="gguf, which reads the weights, is not installed")
+    with pytest.MonkeyPatch.context() as patch:
+        # Transformers reads the file three times.
+        patch.setattr(gguf, "GGUFReader", functools.cache(gguf.GGUFReader))
+        try:
+            return language.load()
+        except language.UnavailableError as reason:
+            pytest.skip(str(reason))
 
 
 @pytest.fixture(scope="module")

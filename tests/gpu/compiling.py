@@ -95,9 +95,8 @@ FEATURES: dict[str, Callable[[int, int, torch.dtype], dict[str, Any]]] = {
     "causal": lambda *_: {"upper": 0},
     "bias": lambda queries, keys, dtype: {"bias": torch.zeros(2, 4, queries, keys, dtype=dtype)},
     "everything": _everything,
-    "part": lambda *_: {
-        "upper": 0, "random_alibi": True, "dropout_p": 0.1, "seed": 5,
-        "part": Part(query=640, key=129, head=4, heads=12, diagonal=0),
+    "everything in a part": lambda *sizes: {
+        **_everything(*sizes), "part": Part(query=640, key=129, head=4, heads=12, diagonal=0)
     },
     "packed": lambda queries, keys, _: {
         "batch": 1, "upper": 0, "query_starts": torch.tensor([0, 100, queries]),

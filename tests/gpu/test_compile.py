@@ -58,7 +58,8 @@ def chosen(architecture: str) -> list[Case]:
             Case("forward", "float16", 64, "plain"), Case("forward", dtype, 128, "bias"),
             Case("forward", dtype, 256, "causal"), Case("forward", dtype, 512, "causal"),
             Case("decode", dtype, 256, "everything"), Case("backward", dtype, 256, "causal"),
-            Case("backward", dtype, 64, "part"), Case("backward", dtype, 64, "packed"),
+            Case("forward", dtype, 64, "everything in a part"),
+            Case("backward", dtype, 64, "everything in a part"), Case("backward", dtype, 64, "packed"),
             Case("forward", dtype, 128, "packed"), Case("forward", dtype, 128, "paged"),
             Case("forward", dtype, 64, "rare dropout"),
         ]  # fmt: skip

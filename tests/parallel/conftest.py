@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -14,8 +14,18 @@ def pytest_itemcollected(item: pytest.Item) -> None:
         item.add_marker(pytest.mark.xdist_group("ranks"))
 
 
-@pytest.fixture(scope="session")
-def ranks() -> Iterator[Ranks]:
-    ranks = Ranks(8, sizes=(1, 2, 3, 4), meshes=[(2, 2), (4, 2)])
-    yield ranks
-    ranks.close()
+_running: list[Ranks] = []
+
+
+@pytest.fixture
+def ranks() -> Ranks:
+    if not _running:
+        _running.append(Ranks(8, sizes=(1, 2, 3, 4), meshes=[(2, 2), (4, 2)]))
+    return _running[0]
+
+
+def pytest_runtest_teardown(nextitem: pytest.Item | None) -> None:
+    """Ranks that wait for each other take time from the tests of other folders."""
+    if nextitem is None or Path(__file__).parent not in nextitem.path.parents:
+        while _running:
+            _running.pop().close()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
+import importlib.metadata
 import os
 import zlib
 from collections.abc import Callable
@@ -45,11 +47,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def faster_interpreter() -> None:
-    """Spares what takes the interpreter half of its time, and these tests nothing.
+    """Spares what takes the interpreter most of its time, and these tests nothing.
 
     It puts its own functions into `triton.language` whenever a function calls another: once for a launch is
-    enough. It computes sums and products of integers twice, to find what 32 bits do not hold: nothing is that
-    large here. And it makes a table of all dtypes whenever it looks one up.
+    enough. It computes sums and products of integers twice, to find what 32 bits do not hold, and keeps it to
+    itself unless it debugs. It makes a table of all dtypes whenever it looks one up, and checks the shape of
+    every tensor anew.
     """
     if INTERPRETED:
         interpreter = pytest.importorskip("triton.runtime.interpreter", reason="Triton is not installed")
@@ -57,6 +60,34 @@ def faster_interpreter() -> None:
         builder = interpreter.interpreter_builder
         builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
         interpreter._get_np_dtype = _by_name(interpreter._get_np_dtype)
+        if importlib.metadata.version("triton").startswith("3.9."):  # whose constructors these are
+            _remember_shapes(importlib.import_module("triton.language.core"))
+
+
+def _remember_shapes(core: Any) -> None:
+    """Types of tensors are checked once for each dtype and shape, and know what tensors say of themselves."""
+    construct, known = core.block_type.__init__, {}
+
+    def type_once(self: Any, element_ty: Any, shape: Any) -> None:
+        try:
+            fields = known.get(key := (element_ty.name, *shape))
+        except TypeError:  # sizes that are no numbers yet
+            key = fields = None
+        if fields is None:
+            construct(self, element_ty, shape)
+            self.of_tensor = core.tuple([core.constexpr(n) for n in self.shape]), core.constexpr(self.numel)
+            if key is not None:
+                known[key] = dict(self.__dict__)
+        else:
+            self.__dict__.update(fields, element_ty=element_ty)
+
+    of_scalar = core.tuple([]), core.constexpr(1)
+
+    def tensor(self: Any, handle: Any, type: Any) -> None:
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.shape, self.numel = type.of_tensor if type.is_block() else of_scalar
+
+    core.block_type.__init__, core.tensor.__init__ = type_once, tensor
 
 
 def _by_name(look_up: Callable[[Any], Any]) -> Callable[[Any], Any]:
