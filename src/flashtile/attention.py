@@ -91,6 +91,7 @@ def attention(
         alibi_slopes: (Hq,) or (B, Hq), any floating dtype; subtracts ``slope * |i + Sk - Sq - j|`` from score
             (i, j).
         sinks: (Hq,), any floating dtype; one more logit per head in the softmax's denominator, with no value.
+            -inf counts for nothing, infinity takes everything: output 0, LSE infinity.
         dropout_p: probability with which an entry of the softmax is dropped; the kept ones are divided by
             ``1 - dropout_p``.
         seed: 64-bit seed of the dropout mask (see ``flashtile.dropout_mask``), an int or an int64 tensor of

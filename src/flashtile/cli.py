@@ -17,8 +17,6 @@ from typing import Any
 import flashtile
 from flashtile import cli_types as types
 
-_DTYPES = ("fp32", "bf16", "fp16", "fp64")
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
@@ -90,7 +88,7 @@ flashtile info --dtype bf16 --heads 32 --kv-heads 8 --query-length 1 --key-lengt
 flashtile info --json""",
     )
     call = info.add_argument_group("the call to explain")
-    call.add_argument("--dtype", choices=_DTYPES, default="fp32")
+    call.add_argument("--dtype", type=types.dtype, default="fp32", help="fp32 (default), bf16, fp16 or fp64")
     call.add_argument("--device", type=types.device, default="cpu", help="cpu (default), cuda or cuda:N")
     call.add_argument("--heads", type=types.positive, default=8, metavar="N")
     call.add_argument("--kv-heads", type=types.positive, metavar="N", help="default: as many as heads")
@@ -139,7 +137,7 @@ flashtile check --json > check.json && echo fine""",
     )
     check.add_argument(
         "--dtype",
-        type=types.subset(_DTYPES),
+        type=types.dtypes,
         metavar="LIST",
         help="fp32,bf16,fp16,fp64; default: all that the device has kernels for",
     )
@@ -176,7 +174,7 @@ flashtile warmup --dtype fp32,bf16
 FLASHTILE_CACHE_DIR=/opt/kernels flashtile warmup""",
     )
     warmup.add_argument(
-        "--dtype", type=types.subset(_DTYPES), default=["fp32", "bf16"], metavar="LIST",
+        "--dtype", type=types.dtypes, default=["fp32", "bf16"], metavar="LIST",
         help="some of fp32,bf16,fp16,fp64; default: fp32,bf16",
     )  # fmt: skip
 
@@ -239,7 +237,7 @@ flashtile bench --shape 1,32,1,128 --kv-heads 8 --key-length 8192 --json > decod
     )
     bench.add_argument("--kv-heads", type=types.positive, metavar="N", help="default: as many as heads")
     bench.add_argument("--key-length", type=types.positive, metavar="N", help="default: the query length")
-    bench.add_argument("--dtype", type=types.subset(_DTYPES), metavar="LIST", help="default: fp32,bf16,fp16")
+    bench.add_argument("--dtype", type=types.dtypes, metavar="LIST", help="default: fp32,bf16,fp16")
     bench.add_argument("--causal", choices=("yes", "no", "both"), help="default: no")
     bench.add_argument(
         "--pass",

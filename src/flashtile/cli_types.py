@@ -39,6 +39,24 @@ def subset(allowed: Sequence[str]) -> Any:
     return parse
 
 
+_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}
+
+
+def dtypes(text: str) -> list[str]:
+    """An argparse type: some of fp32, bf16, fp16 and fp64, separated by commas; or by torch's names."""
+    short = {long: short for short, long in _DTYPES.items()}
+    chosen: list[str] = subset(tuple(_DTYPES))(",".join(short.get(item, item) for item in text.split(",")))
+    return chosen
+
+
+def dtype(text: str) -> str:
+    """An argparse type: one of them."""
+    chosen = dtypes(text)
+    if len(chosen) != 1:
+        raise argparse.ArgumentTypeError(f"expected one of {','.join(_DTYPES)}, got {text!r}")
+    return chosen[0]
+
+
 def shape(text: str) -> tuple[int, int, int, int]:
     try:
         batch, heads, length, head_dim = (positive(part) for part in text.split(","))

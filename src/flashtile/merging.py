@@ -26,7 +26,8 @@ def merge(outputs: Tensor | Sequence[Tensor], lses: Tensor | Sequence[Tensor]) -
     Returns:
         ``(out, lse)`` over the union of the keys, (..., L, Dv) in the outputs' dtype and (..., L). A query
         that saw no key in any part has output 0 and LSE -inf; a part in which it saw none does not count,
-        whatever its output holds. A sink belongs to one part only: in two it would count twice.
+        whatever its output holds. A sink belongs to one part only: in two it would count twice. An LSE of
+        infinity, by such a sink, takes everything.
 
     Raises:
         TypeError: a wrong type or dtype.
@@ -59,15 +60,19 @@ def combine(outputs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, 
     """What ``merge`` computes, in the dtype of the LSEs."""
     lse = torch.stack(tuple(lses))
     seen, infinite = lse != -torch.inf, lse == torch.inf
-    # A sink of infinity takes everything. Infinities have exponentials, but no gradients: inf - inf.
-    taken = infinite.any(dim=0)
-    weighed, counted = seen.any(dim=0) & ~taken, torch.where(taken, infinite, seen)
-    total = torch.logsumexp(torch.where(seen | ~weighed, lse.masked_fill(~weighed, 0.0), -torch.inf), dim=0)
-    share = torch.exp(torch.where(taken, 0.0, lse.masked_fill(~seen, 0.0) - total))
-    weight = torch.where(counted, share, 0.0)
-    stacked = torch.where(counted[..., None], torch.stack(tuple(outputs)), 0.0)
-    out = (stacked * weight[..., None]).sum(dim=0)
-    return out, torch.where(weighed, total, torch.where(taken, torch.inf, -torch.inf).to(total.dtype))
+    # By a sink of infinity, which leaves nothing to the others; a NaN stays.
+    taken = infinite.any(dim=0) & ~lse.isnan().any(dim=0)
+    weighed = seen.any(dim=0) & ~taken
+    counted = seen & weighed
+    # Infinities never reach an exponential: it would have no gradient (inf - inf, 0 x inf).
+    total = torch.logsumexp(
+        torch.where(counted | ~weighed, lse.masked_fill(~weighed, 0.0), -torch.inf), dim=0
+    )
+    share = torch.exp(torch.where(counted, lse.masked_fill(~seen, 0.0) - total, 0.0))
+    weight = torch.where(counted, share, (taken & infinite).to(share.dtype))
+    out = (torch.where(seen[..., None], torch.stack(tuple(outputs)), 0.0) * weight[..., None]).sum(dim=0)
+    otherwise = torch.where(taken, torch.where(infinite, lse, 0.0).sum(dim=0), -torch.inf)
+    return out, torch.where(weighed, total, otherwise)
 
 
 def _tensors(name: str, values: Tensor | Sequence[Tensor]) -> list[Tensor]:

@@ -189,17 +189,21 @@ def cast(problem: AttentionProblem, dtype: torch.dtype) -> AttentionProblem:
 
 def _softmax(scores: Tensor, visible: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
     """Probabilities of the visible keys and the LSE of every row; a sink is a key without a value."""
-    sink = scores.new_full((), -math.inf) if sinks is None else sinks.to(scores.dtype)[:, None, None]
-    sink = sink.expand(*scores.shape[:-1], 1)
-    logits, counted = torch.cat([scores, sink], -1), torch.cat([visible, sink != -math.inf], -1)
-    # A sink of infinity takes everything, as one of -inf nothing.
-    some = (counted & (logits != -math.inf)).any(dim=-1, keepdim=True) & (sink != math.inf)
+    logits, counted, alone = scores, visible, scores.new_full((), -math.inf)
+    taken = torch.zeros((), dtype=torch.bool, device=scores.device)
+    if sinks is not None:
+        sink = sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
+        logits, counted = torch.cat([scores, sink], -1), torch.cat([visible, sink != -math.inf], -1)
+        # A sink of infinity takes everything; a NaN stays, and so does what an infinite score makes of it.
+        taken = (sink == math.inf) & ~(visible & ~(scores < math.inf)).any(dim=-1, keepdim=True)
+        alone = torch.where(taken, sink, alone)
+    some = (counted & (logits != -math.inf)).any(dim=-1, keepdim=True) & ~taken
     # A row without anything to weigh gets zeros, whose softmax is finite, and its result is replaced.
     logits = torch.where(some, torch.where(counted, logits, -math.inf), 0.0)
     probabilities = torch.softmax(logits, dim=-1)[..., : scores.shape[-1]]
-    lse, only = torch.logsumexp(logits, dim=-1, keepdim=True), torch.where(sink == math.inf, sink, -math.inf)
+    lse = torch.logsumexp(logits, dim=-1, keepdim=True)
     # where() also stops gradients: what a row does not see has none, not even 0 x NaN.
-    return torch.where(visible & some, probabilities, 0.0), torch.where(some, lse, only)[..., 0]
+    return torch.where(visible & some, probabilities, 0.0), torch.where(some, lse, alone)[..., 0]
 
 
 def _matmul(left: Tensor, right: Tensor, seen: Tensor, row_by_row: bool) -> Tensor:

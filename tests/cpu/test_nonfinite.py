@@ -9,7 +9,14 @@ import pytest
 import torch
 
 from flashtile import cpu
-from tests.nonfinite import MASKS, check_infinity, check_minus_infinity, check_nan, masked_problem
+from tests.nonfinite import (
+    MASKS,
+    check_infinite_sink,
+    check_infinity,
+    check_minus_infinity,
+    check_nan,
+    masked_problem,
+)
 from tests.oracle import random_gradients, random_problem, results_of_backend
 
 SIZES = {"tiles": (40, 150), "decode": (2, 1040)}
@@ -80,6 +87,11 @@ def test_all_rows_hidden_from_nan_everywhere(dtype):
         assert (results.pop("lse") == -math.inf).all()
         for name, tensor in results.items():
             assert (tensor == 0).all(), name
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_nan_stays_beside_a_sink_of_infinity(size):
+    check_infinite_sink(partial(results_of_backend, cpu), *SIZES[size])
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -77,7 +77,9 @@ class Compiled(NamedTuple):
     spilled: int | None
     shared: int  # bytes
     products: dict[str, int]  # tensor-core instructions by name
-    unfused: int  # exponentials of a difference from a product that was rounded, on NVIDIA's devices
+    # On NVIDIA's devices: exponentials by what made their argument, apart from differences. "mul": a product
+    # that was rounded before something was subtracted from it, "fma": one that was not.
+    exponentials: dict[str, int]
 
 
 def _everything(queries: int, keys: int, dtype: torch.dtype) -> dict[str, Any]:
@@ -99,8 +101,8 @@ FEATURES: dict[str, Callable[[int, int, torch.dtype], dict[str, Any]]] = {
         **_everything(*sizes), "part": Part(query=640, key=129, head=4, heads=12, diagonal=0)
     },
     "packed": lambda queries, keys, _: {
-        "batch": 1, "upper": 0, "query_starts": torch.tensor([0, 100, queries]),
-        "key_starts": torch.tensor([0, 200, keys]),
+        "batch": 1, "upper": 0, "query_starts": torch.tensor([0, queries // 3, queries]),
+        "key_starts": torch.tensor([0, keys // 3, keys]),
     },
     "paged": lambda queries, keys, _: {"upper": 0, "key_lengths": torch.tensor([keys, keys - 3])},
     "rare dropout": lambda *_: {"dropout_p": 2.0**-32, "seed": 5},  # a threshold of 1
@@ -224,24 +226,26 @@ def _inspect(kernel: Any, repair: bool, main: bool) -> Compiled:
         )
     return Compiled(
         kernel.metadata.name, repair, registers, stack, spilled, kernel.metadata.shared, products,
-        _unfused(text),
+        _differences(text),
     )  # fmt: skip
 
 
-def _unfused(ptx: str) -> int:
+def _differences(text: str) -> dict[str, int]:
     made = {
         result: (operation, operands.split(", "))
-        for operation, result, operands in re.findall(r"^\s*([\w.]+)\s+(%\w+), (.*);", ptx, re.M)
+        for operation, result, operands in re.findall(r"^\s*([\w.]+)\s+(%\w+), (.*);", text, re.M)
     }
 
-    def is_rounded(register: str) -> bool:
+    def first_of(register: str) -> str:
+        """The operation that a number comes from, behind differences and selections."""
         operation, operands = made.get(register, ("", [""]))
-        return operation.startswith("mul.") or (operation.startswith("selp") and is_rounded(operands[0]))
+        if not operation.startswith(("sub.", "selp.")):
+            return operation.split(".")[0]
+        found = {first_of(operand) for operand in operands[:2]}
+        return "mul" if "mul" in found else "fma" if "fma" in found else ""
 
-    differences = [
-        made.get(operands[0], ("", [""])) for name, operands in made.values() if name.startswith("ex2")
-    ]
-    return sum(name.startswith("sub.") and is_rounded(operands[0]) for name, operands in differences)
+    arguments = [operands[0] for name, operands in made.values() if name.startswith("ex2.")]
+    return dict(Counter(filter(None, map(first_of, arguments))))
 
 
 def _resources(cubin: bytes, with_loops: bool) -> tuple[int, int, int | None]:

@@ -68,8 +68,11 @@ def test_triton_without_a_compiler(monkeypatch):
     monkeypatch.setenv("PATH", "")
     monkeypatch.setenv("CC", "cc")
     assert target.triton_reason.__wrapped__() is None
+    with monkeypatch.context() as patch:
+        patch.setattr(target.sysconfig, "get_path", lambda name: "nowhere")
+        assert "no Python.h" in target.triton_reason.__wrapped__()
     monkeypatch.delenv("CC")
-    assert "found none (install gcc, or set CC)" in target.triton_reason.__wrapped__()
+    assert "finds no compiler" in target.triton_reason.__wrapped__()
     monkeypatch.setattr(target, "INTERPRETED", True)
     assert target.triton_reason.__wrapped__() is None
 

@@ -17,7 +17,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 _running: list[Ranks] = []
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def ranks() -> Ranks:
     if not _running:
         _running.append(Ranks(8, sizes=(1, 2, 3, 4), meshes=[(2, 2), (4, 2)]))
@@ -27,5 +27,13 @@ def ranks() -> Ranks:
 def pytest_runtest_teardown(nextitem: pytest.Item | None) -> None:
     """Ranks that wait for each other take time from the tests of other folders."""
     if nextitem is None or Path(__file__).parent not in nextitem.path.parents:
-        while _running:
-            _running.pop().close()
+        _close()
+
+
+def pytest_sessionfinish() -> None:
+    _close()
+
+
+def _close() -> None:
+    while _running:
+        _running.pop().close()

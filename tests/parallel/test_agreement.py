@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from flashtile import masks, parallel
+from flashtile.parallel import agreement
 from tests.parallel.jobs import say
 
 # By the name of what differs: sizes and options of rank 1, and what the ranks are said to have.
@@ -26,6 +27,14 @@ MISMATCHES = {
     "mask": ({}, {"mask": masks.causal()}, ""),
     "sinks": ({}, {"sinks": torch.zeros(4)}, "0 on rank 0, 1 on rank 1, 0 on rank 2"),
 }
+
+
+@pytest.mark.parametrize(
+    ("backend", "expected"), [("gloo", "cpu"), ("nccl", "meta"), ("cpu:gloo,cuda:nccl", "cpu")]
+)
+def test_facts_travel_from_the_device_of_the_arguments(backend, expected, monkeypatch):
+    monkeypatch.setattr(agreement.dist, "get_backend", lambda group: backend)
+    assert agreement._device_of(None, torch.empty(1, device="meta")).type == expected
 
 
 @pytest.mark.parametrize("way", ["ring", "allgather", "ulysses"])

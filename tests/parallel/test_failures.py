@@ -9,7 +9,7 @@ import pytest
 from tests.parallel.jobs import die_in_step
 from tests.parallel.ranks import Ranks
 
-pytestmark = pytest.mark.xdist_group("ranks")  # forked from one server
+pytestmark = pytest.mark.xdist_group("ranks")  # the one server is warm there
 TIMEOUT_S = 2.0
 
 

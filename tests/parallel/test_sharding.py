@@ -13,7 +13,7 @@ from tests.parallel.jobs import (
     unshard_lengths,
 )
 
-TYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool)
+TYPES = (torch.float32, torch.bfloat16, torch.int64, torch.int16, torch.bool)
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])

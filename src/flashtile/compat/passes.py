@@ -209,6 +209,8 @@ def _problem(
         raise InputError(f"dropout_p must be between 0 and 1, got {options.dropout_p}")
     if options.dropout_p and rng_state is None:
         raise InputError("rng_state must be what the forward pass returned where dropout_p > 0, got None")
+    if options.dropout_p and rng_state is not None and rng_state.dtype != torch.int64:
+        raise InputError(f"rng_state must be what the forward pass returned, int64, got {rng_state.dtype}")
     slopes = options.alibi_slopes
     if slopes is not None:
         heads = query.shape[1]

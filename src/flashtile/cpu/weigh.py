@@ -132,13 +132,17 @@ def _weigh_rest(
     bits are its own.
     """
     size, fours = compute_size(kind), rows // 4 * 4
-    ask_for(ahead, keys, 0, vectors * lanes(kind) * itemsize(kind))
-    for row in range(0, fours, 4):
-        p, to = weights + row * size, out + row * out_row
-        _weigh_4_of_rest(kind, p, weight_row, values, keys, 0, vectors, to, out_row)
-    for row in range(fours, rows):
-        p, to = weights + row * size, out + row * out_row
-        _weigh_1_of_rest(kind, p, weight_row, values, keys, 0, vectors, to, out_row)
+    number = lanes(kind) * itemsize(kind)
+    step = BURST // _GROUP * LINE // number
+    for first in range(0, vectors, step):
+        last = min(first + step, vectors)
+        ask_for(ahead, keys, first * number, last * number)
+        for row in range(0, fours, 4):
+            p, to = weights + row * size, out + row * out_row
+            _weigh_4_of_rest(kind, p, weight_row, values, keys, first, last, to, out_row)
+        for row in range(fours, rows):
+            p, to = weights + row * size, out + row * out_row
+            _weigh_1_of_rest(kind, p, weight_row, values, keys, first, last, to, out_row)
 
 
 @native

@@ -124,10 +124,16 @@ def _softmax_of_rows(
             products, terms, place.sequence, place.head, position[:, None], index[None, :], bias,
             place.queries, place.keys,
         )  # fmt: skip
-        new_max = tl.maximum(row_max, tl.max(tl.where(seen, scores, float("-inf")), 1))
+        # The backward pass fuses the last product with the difference from the maximum. Here they have to
+        # round alike, so nothing else may use that product: no mask, and no maximum.
+        if terms.softcap is None and terms.bias is None and terms.slopes is None:
+            sign = tl.where(terms.scale < 0.0, -1.0, 1.0)
+            largest = tl.max(tl.where(seen, products * sign, float("-inf")), 1)
+            scaled = largest * (terms.scale * sign * LOG2_E)
+            new_max = tl.maximum(row_max, tl.where(largest == float("-inf"), largest, scaled))
+        else:
+            new_max = tl.maximum(row_max, tl.max(tl.where(seen, scores, float("-inf")), 1))
         base = tl.where(new_max == float("-inf"), 0.0, new_max)
-        # The difference that the backward pass computes, with its rounding: a compiler fuses both with the
-        # product before them, but none that a select stands between.
         exponentials = tl.where(seen, tl.exp2(scores - base[:, None]), 0.0)
         row_sum = row_sum * tl.exp2(row_max - base) + tl.sum(exponentials, 1)
         row_max = new_max

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import sysconfig
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -46,7 +48,6 @@ def _target_at(index: int) -> Target:
     name = architecture(properties)
     block = _memory_of_a_block(name, properties)
     warp_size = getattr(properties, "warp_size", 32)
-    # For AMD's devices torch gives the memory of a multiprocessor, of which a block may use all.
     return Target(name, block, warp_size, properties.multi_processor_count)
 
 
@@ -58,6 +59,7 @@ _SHARED_MEMORY = {
 
 
 def _memory_of_a_block(name: str, properties: Any) -> int:
+    # For AMD's devices torch gives the memory of a multiprocessor, of which a block may use all.
     for field in ("shared_memory_per_block_optin", "shared_memory_per_block"):
         if hasattr(properties, field):
             return int(getattr(properties, field))
@@ -103,16 +105,21 @@ def triton_reason() -> str | None:
     if version < OLDEST_TRITON:
         return f"Triton {triton.__version__} is older than {wanted}"
     if not INTERPRETED and not _finds_a_compiler():
-        return "Triton builds its launcher with a C compiler, and found none (install gcc, or set CC)"
+        return (
+            "Triton builds its launcher in C and finds no compiler or no Python.h "
+            "(install gcc and Python's headers, or set CC)"
+        )
     return None
 
 
 def _finds_a_compiler() -> bool:
-    """Whether Triton will find one, by its own rules; on Windows it brings one along."""
+    """Whether Triton will find one, by its own rules, and Python's headers; on Windows it brings both."""
     from triton import knobs
 
-    named = os.environ.get("CC") or shutil.which("clang") or shutil.which("gcc")
-    return os.name == "nt" or bool(named or knobs.build.impl)
+    if os.name == "nt" or knobs.build.impl:
+        return True
+    compiler = "CC" in os.environ or shutil.which("clang") or shutil.which("gcc")
+    return bool(compiler) and Path(sysconfig.get_path("include"), "Python.h").exists()
 
 
 @cache

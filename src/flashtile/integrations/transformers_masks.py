@@ -118,7 +118,9 @@ def _mask_of_whole(
             "context_parallel does not know this model's mask, which depends on more than positions"
         )
     # Without a mask of the padding this tells the length alone.
-    there = torch.empty(sizes.batch, sizes.queries, 0) if attention_mask is None else attention_mask
+    there = attention_mask
+    if there is None:
+        there = torch.empty(sizes.batch, sizes.queries, 0, device=sizes.device)
     there = context.unshard(there)
     whole = sizes._replace(queries=there.shape[1], keys=there.shape[1])
     refusal = None
@@ -132,7 +134,7 @@ def _mask_of_whole(
                 )
     except ValueError as error:
         refusal = error
-    context.agree(refusal)
+    context.agree(refusal, there)
     intervals = Intervals() if attention_mask is None else _padding(there, whole, False)
     for function in functions:
         intervals = intervals.intersect(intervals_of(function, whole))

@@ -92,7 +92,7 @@ def agree(
 
 
 def _device_of(group: Group, near: object) -> torch.device | None:
-    """Not simply the current device: every rank has the same one until somebody sets another."""
+    """Not simply the current device: that is cuda:0 on every rank that never set one."""
     if "gloo" in dist.get_backend(group):
         return torch.device("cpu")
     if isinstance(near, Tensor) and near.device.type != "cpu":

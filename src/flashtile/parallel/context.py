@@ -116,9 +116,12 @@ class ContextParallel:
                 dist.all_reduce(share, group=group)
         return share
 
-    def agree(self, refusal: Exception | None) -> None:
-        """Raises ``refusal``, or where another rank has one an error that names it: on every rank."""
-        agree_everywhere("context_parallel", self.grid.groups, _Nothing(), refusal)
+    def agree(self, refusal: Exception | None, near: Tensor) -> None:
+        """Raises ``refusal``, or where another rank has one an error that names it: on every rank.
+
+        ``near``: a tensor on this rank's device.
+        """
+        agree_everywhere("context_parallel", self.grid.groups, _Nothing(), refusal, near=near)
 
     def attend(
         self,

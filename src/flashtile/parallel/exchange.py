@@ -126,7 +126,7 @@ def exchange(
 
 
 def _sendable(tensor: Tensor) -> Tensor:
-    """NCCL knows no int16: bytes of it travel."""
+    """Neither NCCL nor gloo knows int16: bytes of it travel."""
     return tensor.view(torch.uint8) if tensor.dtype == torch.int16 else tensor
 
 

@@ -33,7 +33,7 @@ from tests.strategies import ALL_LAYOUTS, lay_out, problem_in_layout
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
 # batch, query heads, query length, key length
 SIZES = (2, 2, 40, 100)
-ALONE = {"heads": 2, "kv_heads": 1}
+ONE_GROUP = {"heads": 2, "kv_heads": 1}
 
 
 def check(problem: AttentionProblem, grad_out: Tensor | None = None, grad_lse: Tensor | None = None) -> None:
@@ -109,7 +109,7 @@ def test_a_part_of_a_larger_problem(queries, first_key):
     part = Part(query=37, key=first_key, head=3, heads=9, diagonal=-5)
     check(
         random_problem(
-            **ALONE, query_length=queries, key_length=70, dropout_p=0.4, seed=-(2**50), random_alibi=True,
+            **ONE_GROUP, query_length=queries, key_length=70, dropout_p=0.4, seed=-(2**50), random_alibi=True,
             part=part,
         )
     )  # fmt: skip
@@ -155,7 +155,7 @@ def test_bias_broadcasts(broadcast):
 @each_dtype
 @pytest.mark.parametrize("layout", ALL_LAYOUTS)
 def test_layouts(dtype, layout):
-    problem = problem_in_layout(SIZES, dtype, layout)
+    problem = problem_in_layout((2, 4, 40, 100), dtype, layout)
     grad_out, grad_lse = random_gradients(problem)
     check(problem, lay_out(grad_out, layout), lay_out(grad_lse[..., None], layout)[..., 0])
 
@@ -163,7 +163,7 @@ def test_layouts(dtype, layout):
 @each_dtype
 def test_one_number_as_grad_out(dtype):
     """What the gradient of a sum is: a single number, every stride 0."""
-    problem = random_problem(**ALONE, query_length=70, dtype=dtype)
+    problem = random_problem(**ONE_GROUP, query_length=70, dtype=dtype)
     one = torch.ones((), dtype=dtype)
     check(problem, one.expand(2, 2, 70, 16), torch.ones(()).expand(2, 2, 70))
     check(problem, one.expand(2, 2, 70, 16))
@@ -207,7 +207,7 @@ def test_writes_its_gradients_and_nothing_beside(layout):
 
 def test_gradients_that_nobody_wants():
     problem = random_problem(
-        **ALONE, query_length=70, key_length=40, random_bias=(1, 2, 70, 40), random_alibi=True,
+        **ONE_GROUP, query_length=70, key_length=40, random_bias=(1, 2, 70, 40), random_alibi=True,
         random_sinks=True,
     )  # fmt: skip
     gradients = gradients_of(problem, bias=None, alibi_slopes=None, sinks=None)
@@ -263,7 +263,7 @@ def test_rows_whose_lse_cannot_tell_their_keys(low, with_sinks):
     bias = bias.repeat(1, 1, 1, 140)
     bias[:, :, 20:30, ::2] = 0.0
     problem = random_problem(
-        batch=1, **ALONE, query_length=70, key_length=140, bias=bias, random_sinks=with_sinks
+        batch=1, **ONE_GROUP, query_length=70, key_length=140, bias=bias, random_sinks=with_sinks
     )
     if with_sinks:
         problem.sinks += low
@@ -271,7 +271,7 @@ def test_rows_whose_lse_cannot_tell_their_keys(low, with_sinks):
 
 
 def test_a_large_lse_in_one_sequence_leaves_the_others_alone():
-    problem = random_problem(**ALONE, query_length=70, key_length=140, random_bias=(2, 1, 1, 140))
+    problem = random_problem(**ONE_GROUP, query_length=70, key_length=140, random_bias=(2, 1, 1, 140))
     upstream = random_gradients(problem)
     expected = results(problem, *upstream)
     problem.bias[0] -= 1e10
@@ -383,7 +383,7 @@ def test_packed_sequences_of_one_length_get_what_a_batch_gets():
     fields = {"dropout_p": 0.4, "seed": 99}
     batched = random_problem(
         batch=3,
-        **ALONE,
+        **ONE_GROUP,
         query_length=70,
         key_length=50,
         random_sinks=True,
@@ -410,7 +410,7 @@ def test_packed_sequences_of_one_length_get_what_a_batch_gets():
 @each_dtype
 def test_bits_do_not_depend_on_the_batch(dtype):
     problem = random_problem(
-        batch=3, **ALONE, query_length=80, key_length=130, random_sinks=True, dtype=dtype,
+        batch=3, **ONE_GROUP, query_length=80, key_length=130, random_sinks=True, dtype=dtype,
         mask=masks.causal(alignment="bottom-right"),
     )  # fmt: skip
     upstream = random_gradients(problem)

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import flashtile
 from flashtile import dispatch, masks, reference, torch_ops
+from flashtile.compat import passes
 from flashtile.integrations import sdpa_cuda
 from flashtile.problem import AttentionProblem
 from tests.gpu.running import DEVICE, INTERPRETED
@@ -131,6 +132,17 @@ def test_caches_wait_for_nothing():
         with nothing_waits():
             found = flashtile.attention_kvcache(query, keys, values, **options)
         assert torch.equal(found, expected)
+
+
+def test_flash_attns_passes_wait_for_nothing():
+    q, dout = normal(2, 9, 4, 16), normal(2, 9, 4, 16)
+    given = (0.3, 0.25, True, -1, -1, 0.0, None)
+    passes._flash_attn_forward(q, q, q, *given, False)
+    gradients = [torch.full_like(q, torch.nan) for _ in range(3)]
+    with nothing_waits():
+        out, lse, _, state = passes._flash_attn_forward(q, q, q, *given, False)
+        passes._flash_attn_backward(dout, q, q, q, out, lse, *gradients, *given, False, rng_state=state)
+    assert all(gradient.isfinite().all() for gradient in gradients)
 
 
 def test_reading_would_show(monkeypatch: pytest.MonkeyPatch):

@@ -14,7 +14,14 @@ from flashtile.masks.lengths import Cached
 from flashtile.problem import AttentionProblem
 from tests.conftest import dtype_name
 from tests.gpu.running import DTYPES, check, forward_alone, results
-from tests.nonfinite import MASKS, check_infinity, check_minus_infinity, check_nan, masked_problem
+from tests.nonfinite import (
+    MASKS,
+    check_infinite_sink,
+    check_infinity,
+    check_minus_infinity,
+    check_nan,
+    masked_problem,
+)
 from tests.options import ALL_AT_ONCE, NAMES, problem_with
 from tests.oracle import random_problem
 from tests.packing import into_pages
@@ -84,7 +91,7 @@ def test_layouts_of_inputs(layout):
 @pytest.mark.parametrize(
     ("mask", "keys"),
     [
-        # Interpreted, half of them: how keys are hidden has nothing to do with how they are split.
+        # Half of them are slow: how keys are hidden has nothing to do with how they are split.
         pytest.param(mask, keys, marks=pytest.mark.slow if MASKS.index(mask) % 2 == (keys > 200) else ())
         for mask in MASKS
         for keys in (40, 270)  # one split, and two
@@ -94,6 +101,10 @@ def test_nan_and_infinity_reach_what_sees_them(dtype, mask, keys):
     check_nan(forward_alone, masked_problem(2, keys, dtype, mask))
     for value in (math.inf, -math.inf):
         check_infinity(forward_alone, masked_problem(2, keys, dtype, mask), value)
+
+
+def test_a_nan_stays_beside_a_sink_of_infinity():
+    check_infinite_sink(forward_alone, 2, 270)
 
 
 @pytest.mark.parametrize("sinks", [False, True])
