@@ -134,6 +134,7 @@ def test_caches_wait_for_nothing():
         assert torch.equal(found, expected)
 
 
+@pytest.mark.skipif(INTERPRETED, reason="a seed in host memory is read, which waits for nothing")
 def test_flash_attns_passes_wait_for_nothing():
     q, dout = normal(2, 9, 4, 16), normal(2, 9, 4, 16)
     given = (0.3, 0.25, True, -1, -1, 0.0, None)
