@@ -77,72 +77,47 @@ def _make_weigh(rows: int, columns: int, group: int) -> Any:
     return weigh
 
 
-# Vectors of V beside 4 rows of sums: what 16 registers, or 32, have room for.
-_WIDE = 2 if TARGET.vector_bytes == 32 else 4
-_weigh_4_wide, _weigh_4_1, _weigh_1_wide, _weigh_1_1 = (
-    _make_weigh(r, c, _GROUP) for r, c in ((4, _WIDE), (4, 1), (1, _WIDE), (1, 1))
-)
-_weigh_4_of_rest, _weigh_1_of_rest = (_make_weigh(r, 1, 1) for r in (4, 1))
+def _make_weigh_group(group: int) -> Any:
+    """O += P V for up to _GROUP keys, `group` at a time, and any number of rows and vectors."""
+    # Vectors of V beside 4 rows of sums: what 16 registers, or 32, have room for.
+    wide = 2 if TARGET.vector_bytes == 32 else 4
+    weigh_4_wide, weigh_4_1, weigh_1_wide, weigh_1_1 = (
+        _make_weigh(r, c, group) for r, c in ((4, wide), (4, 1), (1, wide), (1, 1))
+    )
+
+    @native(forceinline=True)
+    def weigh_group(
+        kind: Kind,
+        weights: int,
+        weight_row: int,
+        values: int,
+        ahead: int,
+        keys: int,
+        rows: int,
+        vectors: int,
+        out: int,
+        out_row: int,
+    ) -> None:
+        size, fours = compute_size(kind), rows // 4 * 4
+        number = lanes(kind) * itemsize(kind)
+        step = BURST // _GROUP * LINE // number
+        for first in range(0, vectors, step):
+            last = min(first + step, vectors)
+            whole = first + (last - first) // wide * wide
+            ask_for(ahead, keys, first * number, last * number)
+            for row in range(0, fours, 4):
+                p, to = weights + row * size, out + row * out_row
+                weigh_4_wide(kind, p, weight_row, values, keys, first, whole, to, out_row)
+                weigh_4_1(kind, p, weight_row, values, keys, whole, last, to, out_row)
+            for row in range(fours, rows):
+                p, to = weights + row * size, out + row * out_row
+                weigh_1_wide(kind, p, weight_row, values, keys, first, whole, to, out_row)
+                weigh_1_1(kind, p, weight_row, values, keys, whole, last, to, out_row)
+
+    return weigh_group
 
 
-@native(forceinline=True)
-def _weigh_group(
-    kind: Kind,
-    weights: int,
-    weight_row: int,
-    values: int,
-    ahead: int,
-    rows: int,
-    vectors: int,
-    out: int,
-    out_row: int,
-) -> None:
-    """O += P V for _GROUP keys, any number of rows and vectors."""
-    size, fours = compute_size(kind), rows // 4 * 4
-    number = lanes(kind) * itemsize(kind)
-    step = BURST // _GROUP * LINE // number
-    for first in range(0, vectors, step):
-        last = min(first + step, vectors)
-        whole = first + (last - first) // _WIDE * _WIDE
-        ask_for(ahead, _GROUP, first * number, last * number)
-        for row in range(0, fours, 4):
-            p, to = weights + row * size, out + row * out_row
-            _weigh_4_wide(kind, p, weight_row, values, _GROUP, first, whole, to, out_row)
-            _weigh_4_1(kind, p, weight_row, values, _GROUP, whole, last, to, out_row)
-        for row in range(fours, rows):
-            p, to = weights + row * size, out + row * out_row
-            _weigh_1_wide(kind, p, weight_row, values, _GROUP, first, whole, to, out_row)
-            _weigh_1_1(kind, p, weight_row, values, _GROUP, whole, last, to, out_row)
-
-
-@native
-def _weigh_rest(
-    kind: Kind,
-    weights: int,
-    weight_row: int,
-    values: int,
-    ahead: int,
-    keys: int,
-    rows: int,
-    vectors: int,
-    out: int,
-    out_row: int,
-) -> None:
-    """O += P V for fewer keys than a group, summed as in one, whose other keys a row does not see: a row's
-    bits are its own.
-    """
-    size, fours = compute_size(kind), rows // 4 * 4
-    number = lanes(kind) * itemsize(kind)
-    step = BURST // _GROUP * LINE // number
-    for first in range(0, vectors, step):
-        last = min(first + step, vectors)
-        ask_for(ahead, keys, first * number, last * number)
-        for row in range(0, fours, 4):
-            p, to = weights + row * size, out + row * out_row
-            _weigh_4_of_rest(kind, p, weight_row, values, keys, first, last, to, out_row)
-        for row in range(fours, rows):
-            p, to = weights + row * size, out + row * out_row
-            _weigh_1_of_rest(kind, p, weight_row, values, keys, first, last, to, out_row)
+_weigh_group, _weigh_rest = _make_weigh_group(_GROUP), _make_weigh_group(1)
 
 
 @native
@@ -165,7 +140,8 @@ def weigh_rows(
     whole = keys // _GROUP * _GROUP
     for first in range(0, whole, _GROUP):
         p, v, later = weights + first * weight_row, values + 8 * first, ahead + 8 * first
-        _weigh_group(kind, p, weight_row, v, later, rows, vectors, out, out_row)
+        _weigh_group(kind, p, weight_row, v, later, _GROUP, rows, vectors, out, out_row)
     if whole < keys:
+        # Summed as in a group, whose other keys a row does not see: a row's bits are its own.
         p, v, later = weights + whole * weight_row, values + 8 * whole, ahead + 8 * whole
         _weigh_rest(kind, p, weight_row, v, later, keys - whole, rows, vectors, out, out_row)
